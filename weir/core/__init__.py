@@ -1,0 +1,1 @@
+"""Floor 0: the vocabulary that every process shares. Standard library only."""
