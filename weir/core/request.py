@@ -150,3 +150,20 @@ class FirstToken:
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffTimings:
+    """Where the time of one hand-off went, as the decode worker saw it.
+
+    Attributes:
+        transfer_s: from the open to the commit.
+        exposed_s: from the seal to the commit: what the client waits for beside prefill.
+        first_step_s: from the commit to the first token made by the decode worker.
+        size_bytes: KV bytes received.
+    """
+
+    transfer_s: float
+    exposed_s: float
+    first_step_s: float
+    size_bytes: int
