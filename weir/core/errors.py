@@ -187,3 +187,11 @@ def error_from_dict(fields: dict[str, Any]) -> WeirError:
         hop=fields.get("hop"),
         retry_after_s=fields.get("retry_after_s"),
     )
+
+
+def find_error(exc: BaseException, *classes: type[WeirError]) -> WeirError | None:
+    """The first error of one of `classes` in `exc`, which may be a (nested) group of a TaskGroup; or None."""
+    if isinstance(exc, BaseExceptionGroup):
+        found = (find_error(inner, *classes) for inner in exc.exceptions)
+        return next((error for error in found if error is not None), None)
+    return exc if isinstance(exc, classes) else None

@@ -1,0 +1,1 @@
+"""Floor 1: what every process needs around its work. It does not know what a token is."""

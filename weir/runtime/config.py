@@ -1,0 +1,335 @@
+"""One frozen dataclass per process, filled from flags, environment and one YAML file.
+
+This is the only reader of `os.environ`. Order of precedence for a field `max_num_seqs`: the flag `--max-num-seqs`, the
+variable `WEIR_MAX_NUM_SEQS`, the key `max_num_seqs` of the file that `--config` or `WEIR_CONFIG` names, the default.
+Every value is checked here, so that a process refuses a bad setting before it loads anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import re
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from weir.core.errors import ConfigError
+
+T = TypeVar("T")
+
+ENV_PREFIX = "WEIR_"
+MASK = "********"
+
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"0", "false", "no", "off"}
+_BYTE_UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+def setting(
+    default: Any = dataclasses.MISSING,
+    *,
+    help: str,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    choices: Sequence[Any] | None = None,
+    secret: bool = False,
+) -> Any:
+    """A field of a configuration dataclass; without a default it must be given.
+
+    Args:
+        minimum, maximum: limits of a number, both allowed values themselves.
+        secret: never logged nor named in a message; the variable `WEIR_X_FILE` may name a file that holds it.
+    """
+    metadata = {"help": help, "minimum": minimum, "maximum": maximum, "choices": choices, "secret": secret}
+    return dataclasses.field(default=default, metadata=metadata, kw_only=True)
+
+
+def load_config(
+    cls: type[T],
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str,
+    environ: Mapping[str, str] | None = None,
+) -> T:
+    """Build `cls` from flags (default: this process' own), environment and file, then call its `validate()` if any.
+
+    Fields may be str, int, float, bool, Path, an Enum, tuple[str, ...], or one of these or None. A tuple is written
+    with commas, None as `none`; an int field whose name ends in `_bytes` takes units (`512MiB`). An empty variable
+    counts as not set.
+
+    Raises:
+        ConfigError: names the field, the value, the limit and where the value came from.
+        SystemExit: `--help` was asked for.
+    """
+    environ = os.environ if environ is None else environ
+    fields = _fields_of(cls)
+    flags = _parse_flags(fields, argv, prog=prog, description=(cls.__doc__ or "").strip())
+    config_path = flags.pop("config", None) or environ.get(f"{ENV_PREFIX}CONFIG") or None
+    from_file = _read_file(Path(config_path), fields) if config_path else {}
+    values: dict[str, Any] = {}
+    for field in fields.values():
+        raw, source = _find(field, flags, environ, from_file)
+        if raw is not None:
+            values[field.name] = field.convert(raw, source)
+        elif field.is_required:
+            raise ConfigError(f"{field.name}: required; give {field.flag} or {field.variable}", param=field.name)
+    config = cls(**values)
+    validate = getattr(config, "validate", None)
+    if validate is not None:
+        validate()
+    return config
+
+
+def describe_config(config: Any) -> dict[str, str]:
+    """Every field as text, for the log; secrets are masked."""
+    described: dict[str, str] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.metadata.get("secret") and value:
+            described[field.name] = MASK
+        else:
+            described[field.name] = str(value.value) if isinstance(value, Enum) else str(value)
+    return described
+
+
+def child_environment(overrides: Mapping[str, str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for a process started by this one: ours without `WEIR_CONFIG`, which names our own file."""
+    inherited = dict(os.environ if environ is None else environ)
+    inherited.pop(f"{ENV_PREFIX}CONFIG", None)
+    return {**inherited, **overrides}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Field:
+    """One setting, with what is needed to read it from any source."""
+
+    name: str
+    type: Any
+    is_optional: bool
+    is_required: bool
+    default: Any
+    help: str
+    minimum: float | None
+    maximum: float | None
+    choices: tuple[Any, ...] | None
+    is_secret: bool
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+    def convert(self, raw: object, source: str) -> Any:
+        """A checked value of the field's type. Raises ConfigError."""
+        if self.is_optional and (raw is _NONE or (isinstance(raw, str) and raw.strip().lower() == "none")):
+            return None
+        try:
+            value = self._parse(raw)
+        except ValueError as exc:
+            raise self._error(raw, f"is not {exc}", source) from exc
+        if self.choices is not None and value not in self.choices:
+            allowed = ", ".join(str(choice) for choice in self.choices)
+            raise self._error(raw, f"is not one of {allowed}", source)
+        if self.minimum is not None and value < self.minimum:
+            raise self._error(raw, f"is below the minimum of {self.minimum:g}", source)
+        if self.maximum is not None and value > self.maximum:
+            raise self._error(raw, f"is above the maximum of {self.maximum:g}", source)
+        return value
+
+    def _parse(self, raw: object) -> Any:
+        """Raises ValueError whose text ends the sentence "x is not ..."."""
+        text = raw.strip() if isinstance(raw, str) else None
+        if self.type is bool:
+            return _parse_bool(raw, text)
+        if self.type is int:
+            return _parse_int(raw, text, has_units=self.name.endswith("_bytes"))
+        if self.type is float:
+            return _parse_float(raw, text)
+        if self.type is tuple:
+            return _parse_tuple(raw, text)
+        if isinstance(self.type, type) and issubclass(self.type, Enum):
+            return _parse_enum(self.type, raw)
+        if not isinstance(raw, (str, int, float)) or isinstance(raw, bool):
+            raise ValueError("a text")
+        return Path(str(raw)).expanduser() if self.type is Path else str(raw)
+
+    def _error(self, raw: object, problem: str, source: str) -> ConfigError:
+        shown = MASK if self.is_secret else repr(raw) if raw is not _NONE else "null"
+        return ConfigError(f"{self.name}: {shown} {problem} (from {source})", param=self.name)
+
+
+class _Null:
+    """A null in the file; None itself means "not given"."""
+
+
+_NONE = _Null()
+
+
+def _fields_of(cls: type[Any]) -> dict[str, _Field]:
+    hints = get_type_hints(cls)
+    found: dict[str, _Field] = {}
+    for field in dataclasses.fields(cls):
+        kind, is_optional = _unwrap(hints[field.name])
+        is_required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        choices = field.metadata.get("choices")
+        found[field.name] = _Field(
+            name=field.name,
+            type=kind,
+            is_optional=is_optional,
+            is_required=is_required,
+            default=None if is_required else field.default,
+            help=field.metadata.get("help", ""),
+            minimum=field.metadata.get("minimum"),
+            maximum=field.metadata.get("maximum"),
+            choices=tuple(choices) if choices is not None else None,
+            is_secret=bool(field.metadata.get("secret")),
+        )
+    return found
+
+
+def _unwrap(hint: Any) -> tuple[Any, bool]:
+    """The plain type of a hint, and whether None is allowed beside it."""
+    if get_origin(hint) in (Union, types.UnionType):
+        plain = [part for part in get_args(hint) if part is not type(None)]
+        assert len(plain) == 1, f"{hint}: a setting has one type, or one type and None"
+        return _unwrap(plain[0])[0], True
+    return get_origin(hint) or hint, False
+
+
+def _find(
+    field: _Field, flags: Mapping[str, str], environ: Mapping[str, str], from_file: Mapping[str, object]
+) -> tuple[object, str]:
+    """The value as given, None if nowhere, and the name of its source."""
+    if field.name in flags:
+        return flags[field.name], field.flag
+    if environ.get(field.variable):
+        return environ[field.variable], field.variable
+    file_variable = f"{field.variable}_FILE"
+    if field.is_secret and environ.get(file_variable):
+        try:
+            return Path(environ[file_variable]).read_text().strip(), file_variable
+        except OSError as exc:
+            raise ConfigError(f"{field.name}: {file_variable} names a file that cannot be read: {exc}") from exc
+    if field.name in from_file:
+        raw = from_file[field.name]
+        return (_NONE if raw is None else raw), "the configuration file"
+    return None, ""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def _parse_flags(
+    fields: Mapping[str, _Field], argv: Sequence[str] | None, *, prog: str, description: str
+) -> dict[str, str]:
+    """Raw text of the flags that were given, by field name; a repeated tuple flag is joined with commas."""
+    parser = _Parser(
+        prog=prog,
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file with settings by name [WEIR_CONFIG]")
+    for field in fields.values():
+        text = _help_text(field)
+        if field.type is bool:
+            parser.add_argument(field.flag, dest=field.name, nargs="?", const="true", metavar="BOOL", help=text)
+            off = "--no-" + field.name.replace("_", "-")
+            parser.add_argument(off, dest=field.name, action="store_const", const="false", help=argparse.SUPPRESS)
+        elif field.type is tuple:
+            parser.add_argument(field.flag, dest=field.name, action="append", metavar="A,B", help=text)
+        else:
+            metavar = getattr(field.type, "__name__", "value").upper()
+            parser.add_argument(field.flag, dest=field.name, metavar=metavar, help=text)
+    given = vars(parser.parse_args(argv))
+    return {name: ",".join(value) if isinstance(value, list) else value for name, value in given.items()}
+
+
+def _help_text(field: _Field) -> str:
+    parts = [field.help]
+    if field.choices is not None:
+        parts.append("one of " + ", ".join(str(choice) for choice in field.choices))
+    if not field.is_required and not field.is_secret:
+        default = field.default.value if isinstance(field.default, Enum) else field.default
+        parts.append(f"default {default}")
+    return ("; ".join(part for part in parts if part) + f" [{field.variable}]").replace("%", "%%")
+
+
+def _read_file(path: Path, fields: Mapping[str, _Field]) -> dict[str, object]:
+    try:
+        content = yaml.safe_load(path.read_text())
+    except OSError as exc:
+        raise ConfigError(f"config: {path} cannot be read: {exc.strerror}", param="config") from exc
+    except yaml.YAMLError as exc:
+        raise ConfigError(f"config: {path} is not YAML: {' '.join(str(exc).split())}", param="config") from exc
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"config: {path} must hold `name: value` lines", param="config")
+    named = {str(name).replace("-", "_"): value for name, value in content.items()}
+    unknown = sorted(named.keys() - fields.keys())
+    if unknown:
+        raise ConfigError(f"config: {path} sets {', '.join(unknown)}, which does not exist here", param=unknown[0])
+    return named
+
+
+def _parse_bool(raw: object, text: str | None) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    if text is not None and text.lower() in _TRUE | _FALSE:
+        return text.lower() in _TRUE
+    raise ValueError("true or false")
+
+
+def _parse_int(raw: object, text: str | None, *, has_units: bool) -> int:
+    if isinstance(raw, int) and not isinstance(raw, bool):
+        return raw
+    if text is not None:
+        if has_units:
+            match = re.fullmatch(r"(-?\d+(?:\.\d+)?)\s*([a-z]*)", text.lower())
+            if match is not None and match[2] in _BYTE_UNITS:
+                size = float(match[1]) * _BYTE_UNITS[match[2]]
+                return int(match[1]) if match[2] == "" and match[1].lstrip("-").isdigit() else int(size)
+            raise ValueError("a whole number of bytes, such as 1048576 or 512MiB")
+        if re.fullmatch(r"[+-]?\d+", text):
+            return int(text)
+    raise ValueError("a whole number")
+
+
+def _parse_float(raw: object, text: str | None) -> float:
+    try:
+        value = float(text) if text is not None else raw
+    except ValueError:
+        raise ValueError("a number") from None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError("a finite number")
+    return float(value)
+
+
+def _parse_tuple(raw: object, text: str | None) -> tuple[str, ...]:
+    if text is not None:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    if isinstance(raw, (list, tuple)):
+        return tuple(str(part) for part in raw)
+    raise ValueError("a list")
+
+
+def _parse_enum(cls: type[Enum], raw: object) -> Enum:
+    for member in cls:
+        if raw == member.value or raw is member:
+            return member
+    raise ValueError("one of " + ", ".join(str(member.value) for member in cls))
