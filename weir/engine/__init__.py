@@ -1,0 +1,1 @@
+"""Floor 2: one engine in one process. Knows no network."""

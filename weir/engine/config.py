@@ -1,0 +1,89 @@
+"""What one engine is told at its start. Frozen; parsed by whoever starts the engine, handed down in one piece."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from weir.core.errors import ConfigError
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
+DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
+"""Tokens of one step where none are set. On two CPU cores 256 keep a step of a small model under 1 s."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine.
+
+    Attributes:
+        model_dir: a prepared model directory (`weir.engine.prepare`).
+        dtype: of weights and activations; auto is float32 on a CPU, the checkpoint's own on CUDA.
+        kv_cache_dtype: auto is `dtype`.
+        num_blocks: size of the KV pool; wins over `kv_cache_memory_bytes`.
+        kv_cache_memory_bytes: memory of the KV pool; None is a share of what is free.
+        gpu_memory_utilization: on CUDA, the share of the device's memory that weights, activations and KV may take.
+        max_num_seqs: most sequences that run at once.
+        max_num_batched_tokens: most tokens of one step; None is `DEFAULT_BATCHED_TOKENS` of the device.
+        max_model_len: longest sequence, prompt and output together; None is the model's own.
+        num_threads: threads of one torch operation on a CPU; None leaves torch's own choice.
+
+    Raises:
+        ConfigError: names the field, its value and the limit.
+    """
+
+    model_dir: Path
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    device: str = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    enable_prefix_caching: bool = True
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("dtype", DTYPES), ("kv_cache_dtype", DTYPES), ("device", DEVICES)):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}", param=name)
+        for name in (
+            "block_size",
+            "num_blocks",
+            "kv_cache_memory_bytes",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "num_threads",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1", param=name)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be over 0 and at most 1",
+                param="gpu_memory_utilization",
+            )
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs, "
+                f"{self.max_num_seqs}, or running sequences would starve each other",
+                param="max_num_batched_tokens",
+            )
+
+    def device_type(self) -> str:
+        """`cpu` or `cuda`; auto is CUDA where torch sees a device."""
+        if self.device != "auto":
+            return self.device
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    def token_budget(self) -> int:
+        """Most tokens of one step."""
+        return self.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS[self.device_type()], self.max_num_seqs)
