@@ -1,0 +1,44 @@
+"""Where the KV of one hand-off goes: the engine's own cache, straight where block sizes agree, by token where not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weir.core.errors import TransferProtocolError
+
+if TYPE_CHECKING:
+    from weir.engine.async_engine import AsyncEngine, ImportTarget
+
+
+class EngineBlockSink:
+    """A `kv_transfer.blocks.BlockSink` over the destination blocks of one sequence.
+
+    Cached tokens lie in blocks that other sequences read too: what arrives for them is dropped.
+    """
+
+    def __init__(self, engine: AsyncEngine, target: ImportTarget) -> None:
+        self._engine = engine
+        self._block_ids = target.block_ids
+        self._num_cached_tokens = target.num_cached_tokens
+        self.block_size = engine.layout.block_size
+
+    def target(self, block_index: int) -> memoryview | None:
+        """The writable slab of that block, None for a shared one. Raises TransferProtocolError beyond the table."""
+        self._check(block_index)
+        if block_index * self.block_size < self._num_cached_tokens:
+            return None
+        return self._engine.block_view(self._block_ids[block_index])
+
+    def absorb(self, first_token: int, num_tokens: int, payload: memoryview, source_block_size: int) -> None:
+        """Copy tokens out of one slab of the source into the blocks that hold them here. Raises as `target` does."""
+        end = first_token + num_tokens
+        self._check((end - 1) // self.block_size)
+        first_token = max(first_token, self._num_cached_tokens)
+        if first_token < end:
+            self._engine.write_tokens(self._block_ids, first_token, end - first_token, payload, source_block_size)
+
+    def _check(self, block_index: int) -> None:
+        if block_index >= len(self._block_ids):
+            raise TransferProtocolError(
+                f"block {block_index} is beyond the {len(self._block_ids)} of this hand-off", hop="transfer"
+            )

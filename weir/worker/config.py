@@ -1,0 +1,91 @@
+"""The settings that every worker has, whichever its role.
+
+Pure values, checked before anything loads: nothing here imports torch, and a wrong setting costs no model load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from weir.cluster.redis_url import RedisUrl
+from weir.core.errors import ConfigError
+from weir.engine.config import DEVICES, DTYPES, EngineConfig
+from weir.runtime.config import setting
+from weir.runtime.logs import FORMATS, LEVELS
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    """One worker process: its model, its engine, its place in the cluster."""
+
+    model_dir: Path = setting(help="prepared model directory")
+    redis_url: str = setting("redis://127.0.0.1:6379/0", help="registry, request states and prefix index")
+    worker_id: str | None = setting(None, help="name in the cluster; none draws one")
+
+    host: str = setting("127.0.0.1", help="address to listen on, gRPC and KV transfer")
+    port: int = setting(0, help="gRPC port; 0 takes a free one", minimum=0, maximum=65535)
+    advertise_address: str | None = setting(
+        None, help="address that others reach this worker at; none takes the host, or the interface that reaches Redis"
+    )
+    metrics_port: int = setting(0, help="HTTP port of /metrics, /health and /ready", minimum=0, maximum=65535)
+    transfer_secret: str = setting("", help="shared by all workers; proves a peer of the KV transfer", secret=True)
+
+    dtype: str = setting("auto", help="weights and activations", choices=DTYPES)
+    kv_cache_dtype: str = setting("auto", help="keys and values in the cache", choices=DTYPES)
+    device: str = setting("auto", help="where the model runs", choices=DEVICES)
+    block_size: int = setting(16, help="tokens in a KV block", minimum=1, maximum=4096)
+    num_blocks: int | None = setting(None, help="KV blocks in the pool; wins over the memory settings", minimum=1)
+    kv_cache_memory_bytes: int | None = setting(None, help="memory of the KV pool", minimum=1)
+    gpu_memory_utilization: float = setting(0.9, help="share of the GPU's memory to use", minimum=0.05, maximum=1.0)
+    max_num_seqs: int = setting(64, help="most sequences in one step", minimum=1)
+    max_num_batched_tokens: int | None = setting(
+        None, help="most tokens in one step, the size of a prefill chunk; none takes the device's", minimum=1
+    )
+    max_model_len: int | None = setting(None, help="longest sequence; none takes the model's own", minimum=1)
+    enable_prefix_caching: bool = setting(True, help="keep finished blocks and reuse them")
+    num_threads: int | None = setting(None, help="compute threads; none takes the usable cores", minimum=1)
+    tensor_parallel_size: int = setting(1, help="GPUs of one worker", minimum=1)
+
+    max_queued_requests: int = setting(512, help="requests that may wait here; more are refused", minimum=1)
+    registration_ttl_s: float = setting(6.0, help="a worker silent for this long is gone", minimum=0.5)
+    drain_s: float = setting(30.0, help="how long running work may go on after SIGTERM", minimum=0.0)
+    nice: int = setting(0, help="scheduling niceness added at start", minimum=0, maximum=19)
+
+    log_level: str = setting("info", help="least severe record to log", choices=LEVELS)
+    log_format: str = setting("console", help="for people or as JSON", choices=FORMATS)
+    otlp_endpoint: str | None = setting(None, help="where traces go, such as http://127.0.0.1:4317; none makes none")
+
+    def validate(self) -> None:
+        """What no single field says. Raises ConfigError naming the field, the value and the limit."""
+        if self.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"tensor_parallel_size: {self.tensor_parallel_size} is not supported, only 1 is",
+                param="tensor_parallel_size",
+            )
+        if self.advertise_address in ("0.0.0.0", "::", ""):
+            raise ConfigError(
+                f"advertise_address: {self.advertise_address!r} is no address that others can reach",
+                param="advertise_address",
+            )
+        if not self.model_dir.is_dir():
+            raise ConfigError(f"model_dir: {self.model_dir} is not a directory", param="model_dir")
+        RedisUrl.parse(self.redis_url)
+        self.engine_config()
+
+    def engine_config(self) -> EngineConfig:
+        """The engine's part. Raises ConfigError for settings that contradict each other."""
+        return EngineConfig(
+            model_dir=self.model_dir,
+            dtype=self.dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
+            device=self.device,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            enable_prefix_caching=self.enable_prefix_caching,
+            num_threads=self.num_threads,
+        )

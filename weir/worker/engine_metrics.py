@@ -1,0 +1,57 @@
+"""Copies what the engine and the transfer count into the worker's metric families."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter
+
+from kv_transfer.stats import TransferStats
+from weir.engine.stats import EngineStats
+from weir.runtime.metrics import WorkerMetrics
+
+
+class WorkerMetricsMirror:
+    """Brings `metrics` up to the newest figures at each `refresh`; counters by what they have grown."""
+
+    def __init__(self, metrics: WorkerMetrics) -> None:
+        self._metrics = metrics
+        self._seen: dict[Counter, int] = {}
+
+    def refresh(self, engine: EngineStats, transfer: TransferStats, *, is_redis_up: bool) -> None:
+        """One look at everything; costs some microseconds."""
+        metrics = self._metrics
+        metrics.num_requests_running.set(engine.num_running)
+        metrics.num_requests_waiting.set(engine.num_waiting)
+        deferred, capacity = engine.num_deferred, engine.num_waiting - engine.num_deferred
+        metrics.num_requests_waiting_by_reason.labels(reason="deferred").set(deferred)
+        metrics.num_requests_waiting_by_reason.labels(reason="capacity").set(capacity)
+        metrics.kv_cache_usage_perc.set(engine.kv_usage)
+        metrics.held_blocks.set(engine.held_blocks)
+        metrics.prefill_queued_tokens.set(engine.queued_tokens)
+        metrics.decode_free_blocks.set(engine.free_blocks)
+        metrics.handoffs_in_flight.set(transfer.num_in_flight)
+        metrics.redis_up.set(is_redis_up)
+
+        self._advance(metrics.prefix_cache_queries, engine.prefix_cache_queries)
+        self._advance(metrics.prefix_cache_hits, engine.prefix_cache_hits)
+        self._advance(metrics.num_preemptions, engine.num_preemptions)
+        self._advance(metrics.prompt_tokens, engine.num_prompt_tokens)
+        self._advance(metrics.prompt_tokens_cached, engine.prefix_cache_hits)
+        by_source = metrics.prompt_tokens_by_source
+        self._advance(by_source.labels(source="local_cache_hit"), engine.prefix_cache_hits)
+        self._advance(
+            by_source.labels(source="local_compute"), engine.num_prompt_tokens - engine.prefix_cache_hits
+        )
+        self._advance(by_source.labels(source="external_kv_transfer"), engine.num_imported_tokens)
+        self._advance(metrics.external_prefix_cache_queries, engine.num_imported_tokens)
+        self._advance(metrics.external_prefix_cache_hits, engine.num_imported_tokens)
+        self._advance(metrics.generation_tokens, engine.num_generation_tokens)
+        self._advance(metrics.leases_expired, transfer.leases_expired_total)
+        self._advance(metrics.stale_frames, transfer.stale_frames_total)
+        for transport, size_bytes in transfer.bytes_by_transport.items():
+            self._advance(metrics.handoff_bytes.labels(transport=transport), size_bytes)
+        for reason, count in transfer.failures_by_reason.items():
+            self._advance(metrics.handoff_failures.labels(reason=reason), count)
+
+    def _advance(self, counter: Counter, total: int) -> None:
+        counter.inc(total - self._seen.get(counter, 0))
+        self._seen[counter] = total
