@@ -1,0 +1,77 @@
+"""Attention of one new token a sequence over its paged context, the token itself included.
+
+Shapes: query [num_seqs, num_heads, head_dim]; k_cache, v_cache as in `gather_kv_cache`; block_tables
+[num_seqs, max_blocks] int32, entries beyond a sequence's blocks being any valid block; seq_lens [num_seqs] int32, at
+least 1, the new token counted. num_heads is a multiple of num_kv_heads. The result has query's shape and dtype. With a
+sliding window a token sees the last `sliding_window` tokens, itself included.
+Source: Kwon et al. 2023, PagedAttention, section 4.3; Ainslie et al. 2023, GQA; Beltagy et al. 2020, Longformer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from kernels.gather_kv_cache import gather_kv_cache
+
+_MAX_PADDING = 1.25
+
+
+def decode_attention_reference(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """Plain torch, float32 inside: neighbours of similar length together, so that padding stays within a quarter."""
+    num_seqs, num_heads, head_dim = query.shape
+    num_kv_heads, block_size = k_cache.shape[1:3]
+    grouped = query.float().mul(scale).view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    num_blocks = [-(-length // block_size) for length in seq_lens.tolist()]
+    outputs = []
+    for start, end in _similar_runs(num_blocks):
+        tables = block_tables[start:end, : max(num_blocks[start:end])]
+        keys = gather_kv_cache(k_cache, tables).float()
+        values = gather_kv_cache(v_cache, tables).float()
+        ends = seq_lens[start:end, None]
+        positions = torch.arange(keys.shape[2], device=query.device)
+        unseen = positions >= ends
+        values.transpose(1, 2)[unseen] = 0.0
+        if sliding_window is not None:
+            unseen |= positions < ends - sliding_window
+        scores = grouped[start:end] @ keys.transpose(-1, -2)
+        scores.masked_fill_(unseen[:, None, None, :], float("-inf"))
+        outputs.append(torch.softmax(scores, dim=-1) @ values)
+    return torch.cat(outputs).view(query.shape).to(query.dtype)
+
+
+def _similar_runs(num_blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Cut the sequences, in order, into runs whose longest is at most a quarter longer than their shortest."""
+    start, shortest, longest = 0, num_blocks[0], num_blocks[0]
+    for index, count in enumerate(num_blocks):
+        shortest, longest = min(shortest, count), max(longest, count)
+        if longest > shortest * _MAX_PADDING:
+            yield start, index
+            start, shortest, longest = index, count, count
+    yield start, len(num_blocks)
+
+
+def decode_attention(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """Attend from `query` [num_seqs, num_heads, head_dim], one row a sequence; the caller owns the result."""
+    return decode_attention_reference(
+        query, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window
+    )

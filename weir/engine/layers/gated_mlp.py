@@ -1,0 +1,30 @@
+"""The feed-forward half of a layer: gate and up projections in one product, then down."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.silu_and_mul import silu_and_mul
+from weir.engine.layers.linear import Linear
+from weir.engine.models.decoder_config import DecoderConfig
+from weir.engine.weights import Weights
+
+
+class GatedMlp:
+    """SwiGLU: `down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, weights: Weights, name: str, config: DecoderConfig) -> None:
+        size, hidden_size = config.intermediate_size, config.hidden_size
+        self._gate_up = Linear.load_stacked(
+            weights,
+            f"{name}.gate_up_proj",
+            [f"{name}.gate_proj", f"{name}.up_proj"],
+            [size, size],
+            hidden_size,
+            has_bias=config.mlp_bias,
+        )
+        self._down = Linear.load(weights, f"{name}.down_proj", hidden_size, size, has_bias=config.mlp_bias)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Rows [num_tokens, hidden_size] to the same shape."""
+        return self._down(silu_and_mul(self._gate_up(hidden)))

@@ -1,0 +1,19 @@
+"""RMS norm with its learned weight."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.rms_norm import rms_norm
+from weir.engine.weights import Weights
+
+
+class RmsNorm:
+    """Normalises the last dimension, of `size` elements, and scales it by `name.weight`."""
+
+    def __init__(self, weights: Weights, name: str, size: int, eps: float) -> None:
+        self._weight = weights.take(f"{name}.weight", size)
+        self._eps = eps
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return rms_norm(hidden, self._weight, self._eps)

@@ -1,0 +1,154 @@
+"""Holds one model and its KV cache and runs batches through them. Knows no sequence beyond the batch at hand."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+
+import torch
+
+from weir.core.errors import ConfigError
+from weir.core.kv_layout import KvLayout
+from weir.core.model_card import ModelCard
+from weir.engine.batch import Batch, ScheduledSequence
+from weir.engine.config import EngineConfig
+from weir.engine.host_memory import available_bytes
+from weir.engine.models.decoder import Decoder
+from weir.engine.models.decoder_config import DecoderConfig
+from weir.engine.paged_kv_cache import PagedKvCache
+from weir.engine.weights import Weights, WeightManifest
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_KV_CACHE_BYTES = 1 << 30
+"""KV memory on a CPU where none is set: this much, or one longest sequence if that is more, but never over half of what
+is free. It is taken from the system only as blocks are used."""
+
+
+class ModelRunner:
+    """One loaded model.
+
+    Args:
+        config: the engine's settings.
+
+    Attributes:
+        card: the model as served.
+        layout: of its KV blocks.
+        num_blocks: blocks in the cache.
+        max_model_len: longest sequence, in tokens.
+        cache: the KV of all sequences.
+
+    Raises:
+        ModelLoadError: the checkpoint is broken; names the file or the tensor.
+        ConfigError: a setting that this model or machine cannot meet.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        started_s = time.monotonic()
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        self.card = ModelCard.load(config.model_dir)
+        decoder_config = DecoderConfig.load(config.model_dir)
+        self.max_model_len = _max_model_len(config, self.card)
+        self._device = _device(config)
+        dtype_name = _dtype_name(config, self._device)
+        self.layout = KvLayout(
+            num_layers=decoder_config.num_layers,
+            num_kv_heads=decoder_config.num_kv_heads,
+            head_dim=decoder_config.head_dim,
+            block_size=config.block_size,
+            kv_dtype=dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        )
+        source = WeightManifest.load(config.model_dir).open(config.model_dir)
+        weights = Weights(source, getattr(torch, dtype_name), self._device)
+        with torch.inference_mode():
+            self._model = Decoder(decoder_config, weights, self.max_model_len, self._device)
+        self.num_blocks = self._choose_num_blocks(config)
+        self.cache = PagedKvCache(self.layout, self.num_blocks, self._device)
+        logger.info(
+            "model loaded",
+            extra={
+                "model": self.card.name,
+                "dtype": dtype_name,
+                "device": str(self._device),
+                "num_blocks": self.num_blocks,
+                "seconds": round(time.monotonic() - started_s, 3),
+            },
+        )
+
+    def execute(self, batch: Batch) -> torch.Tensor:
+        """Compute `batch`, writing its KV: float32 logits [num_logits, vocab_size]; the caller owns them."""
+        with torch.inference_mode():
+            return self._model(batch, self.cache)
+
+    def warm_up(self) -> None:
+        """Touch every weight once, so that the first request finds them in memory. Only before any block is in use."""
+        self.execute(self._probe(1))
+        self.cache.tensor[0].zero_()
+
+    def _probe(self, num_tokens: int) -> Batch:
+        blocks = range(self.layout.blocks_for(num_tokens))
+        probe = ScheduledSequence(
+            sequence_id="warm-up", token_ids=(0,) * num_tokens, start=0, block_ids=blocks, num_logits=1
+        )
+        return Batch.from_scheduled([probe], self.layout.block_size, self._device)
+
+    def _choose_num_blocks(self, config: EngineConfig) -> int:
+        block_bytes = self.layout.block_bytes
+        needed = self.layout.blocks_for(self.max_model_len)
+        if config.num_blocks is not None:
+            name, num_blocks = "num_blocks", config.num_blocks
+        elif config.kv_cache_memory_bytes is not None:
+            name, num_blocks = "kv_cache_memory_bytes", config.kv_cache_memory_bytes // block_bytes
+        elif self._device.type == "cuda":
+            name, num_blocks = "gpu_memory_utilization", self._free_device_bytes(config) // block_bytes
+        else:
+            wanted = max(DEFAULT_KV_CACHE_BYTES, needed * block_bytes)
+            name, num_blocks = "kv_cache_memory_bytes", min(wanted, available_bytes() // 2) // block_bytes
+        if num_blocks < needed:
+            raise ConfigError(
+                f"{name} gives a KV pool of {num_blocks} blocks of {config.block_size} tokens; one sequence of "
+                f"max_model_len {self.max_model_len} needs {needed} ({needed * block_bytes} bytes)",
+                param=name,
+            )
+        return num_blocks
+
+    def _free_device_bytes(self, config: EngineConfig) -> int:
+        """What is left for KV on the device beside weights and the largest step, which is run once to see."""
+        num_tokens = min(config.token_budget(), self.max_model_len)
+        small = PagedKvCache(self.layout, self.layout.blocks_for(num_tokens), self._device)
+        with torch.inference_mode():
+            self._model(self._probe(num_tokens), small)
+        logits_bytes = 4 * config.max_num_seqs * self.card.vocab_size
+        total_bytes = torch.cuda.mem_get_info(self._device)[1]
+        peak_bytes = torch.cuda.max_memory_allocated(self._device) + logits_bytes
+        return max(0, int(total_bytes * config.gpu_memory_utilization) - peak_bytes)
+
+
+def _max_model_len(config: EngineConfig, card: ModelCard) -> int:
+    if config.max_model_len is None:
+        return card.max_model_len
+    if config.max_model_len > card.max_model_len:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}; {card.name} has positions for {card.max_model_len} tokens",
+            param="max_model_len",
+        )
+    return config.max_model_len
+
+
+def _device(config: EngineConfig) -> torch.device:
+    device = torch.device(config.device_type())
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda'; torch sees no CUDA device", param="device")
+    return device
+
+
+def _dtype_name(config: EngineConfig, device: torch.device) -> str:
+    if config.dtype != "auto":
+        return config.dtype
+    if device.type == "cpu":
+        return "float32"
+    fields = json.loads((config.model_dir / "config.json").read_text())
+    name = str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16")
+    return name if name in ("float16", "bfloat16", "float32") else "bfloat16"

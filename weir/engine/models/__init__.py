@@ -1,0 +1,1 @@
+"""Descriptions of model architectures: which layers, in which order, made from which tensors."""

@@ -1,0 +1,110 @@
+"""The memory of all KV blocks of one worker; who owns which block is the block pool's matter.
+
+Block-major: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`. One block with all its layers is one
+contiguous slab, so a transfer is a slice and not a gather. On a CPU the memory is one anonymous mapping: pages that
+were never written cost nothing, and a block can be handed out as bytes without a copy.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kernels.copy_blocks import copy_blocks
+from weir.core.errors import UnsupportedFeatureError
+from weir.core.kv_layout import KvLayout
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's keys and values, each [num_blocks, num_kv_heads, block_size, head_dim]: strided views of the cache."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class PagedKvCache:
+    """All blocks of one worker.
+
+    Args:
+        layout: sizes of one block.
+        num_blocks: how many there are.
+        device: where they live.
+
+    Attributes:
+        tensor: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+    """
+
+    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        dtype: torch.dtype = getattr(torch, layout.kv_dtype)
+        self._bytes: memoryview | None = None
+        if device.type == "cpu":
+            self._bytes = memoryview(mmap.mmap(-1, num_blocks * layout.block_bytes))
+            self.tensor = torch.frombuffer(self._bytes, dtype=dtype).view(shape)
+        else:
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self._layers = [
+            LayerCache(self.tensor[:, layer, 0], self.tensor[:, layer, 1]) for layer in range(layout.num_layers)
+        ]
+
+    def layer(self, index: int) -> LayerCache:
+        """Keys and values of layer `index`; views, valid for the cache's life."""
+        return self._layers[index]
+
+    def block_view(self, block_id: int) -> memoryview:
+        """The bytes of one block, writable, without a copy, valid for the cache's life.
+
+        Raises:
+            UnsupportedFeatureError: the cache is not in host memory.
+        """
+        if self._bytes is None:
+            raise UnsupportedFeatureError(f"blocks on {self.tensor.device} have no view in host memory")
+        size = self.layout.block_bytes
+        return self._bytes[block_id * size : (block_id + 1) * size]
+
+    def write_tokens(
+        self,
+        block_ids: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        payload: memoryview,
+        source_block_size: int,
+    ) -> None:
+        """Write tokens out of one block of a worker whose block size is another.
+
+        Args:
+            block_ids: the sequence's block table here.
+            first_token, num_tokens: positions to write, all within the source's block.
+            payload: the source's whole block, [num_layers, 2, num_kv_heads, source_block_size, head_dim].
+            source_block_size: tokens of a block there.
+        """
+        assert self._bytes is not None, "blocks on a device are not written from the host"
+        offset = first_token % source_block_size
+        assert offset + num_tokens <= source_block_size, "the tokens are not all of one source block"
+        slab = self._as_slabs(payload, source_block_size)[0]
+        blocks = self._as_slabs(self._bytes, self.layout.block_size)
+        token, end = first_token, first_token + num_tokens
+        while token < end:
+            index, start = divmod(token, self.layout.block_size)
+            count = min(self.layout.block_size - start, end - token)
+            blocks[block_ids[index], :, start : start + count] = slab[:, offset : offset + count]
+            token, offset = token + count, offset + count
+
+    def copy_block(self, source: int, destination: int) -> None:
+        """Make block `destination` equal to block `source`."""
+        indices = torch.tensor([source, destination], device=self.tensor.device)
+        copy_blocks(self.tensor, indices[:1], indices[1:])
+
+    def _as_slabs(self, raw: memoryview, block_size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+        """Bytes of whole blocks as [num_blocks, layers and K or V and heads, block_size, bytes of a head]."""
+        layout = self.layout
+        head_bytes = layout.head_dim * self.tensor.element_size()
+        tiles = layout.num_layers * 2 * layout.num_kv_heads
+        return np.frombuffer(raw, dtype=np.uint8).reshape(-1, tiles, block_size, head_bytes)
