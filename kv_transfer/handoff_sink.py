@@ -1,0 +1,361 @@
+"""One hand-off on the decode worker, sans-I/O: where a payload goes, whether it is right, what to answer.
+
+Pieces come in order (block by block, offset by offset); only those that were NACKed come once more. What comes before
+the sink is there, or for a sink with another block size, is assembled slab by slab beside it, within the credit.
+A hand-off outlives its connection: the next one asks for what is not verified yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from kv_transfer.blocks import BlockSink
+from kv_transfer.flow_control import ReceiveWindow
+from kv_transfer.handshake import Peer
+from kv_transfer.transfer_state import Received, Seal, SinkState
+from kv_transfer.wire import failure_from_proto, seal_from_proto
+from protos.common_pb2 import ErrorDetail
+from protos.convert import key_to_proto
+from protos.kv_transfer_pb2 import Blocks, Commit, Credit, Fetch, Frame, Nack, Piece
+from protos.kv_transfer_pb2 import Seal as SealFrame
+from weir.core.deadline import Clock, Deadline
+from weir.core.errors import HopFailedError, TransferProtocolError
+from weir.core.request import HandoffKey
+
+MAX_NACKS = 64
+"""Wrong pieces of one hand-off after which its source or the way to it is given up."""
+
+
+class SinkLink(Protocol):
+    """The connection to the prefill worker."""
+
+    @property
+    def peer(self) -> Peer: ...
+
+    def send(self, frame: Frame) -> None: ...
+
+
+@dataclass(slots=True)
+class _BadPiece:
+    """A piece that must come again, with the size and the checksum its first header named."""
+
+    size_bytes: int
+    checksum: int
+
+
+class HandoffSink:
+    """State of one hand-off that is fetched.
+
+    Args:
+        token_bytes: bytes of K and V of one token, equal on both sides by the fingerprint.
+        skip_tokens: tokens that the sink has; nothing before them is written, but for a block that holds the next one.
+        initial_credit_bytes: what may come before the sink is there.
+        on_news: called when `wants_sink`, `state` or `failure` has changed.
+    """
+
+    def __init__(
+        self,
+        key: HandoffKey,
+        *,
+        adapter: str,
+        token_bytes: int,
+        skip_tokens: int,
+        initial_credit_bytes: int,
+        window_bytes: int,
+        clock: Clock,
+        on_news: Callable[[], None],
+    ) -> None:
+        self.key = key
+        self._adapter = adapter
+        self._token_bytes = token_bytes
+        self._skip_tokens = skip_tokens
+        self._initial_credit_bytes = initial_credit_bytes
+        self._window_bytes = window_bytes
+        self._clock = clock
+        self._on_news = on_news
+        self._key_message = key_to_proto(key)
+        self._state = SinkState.IDLE
+        self._failure: HopFailedError | None = None
+        self._sink: BlockSink | None = None
+        self._started_s = self._last_progress_s = clock()
+        self._size_bytes = 0
+        self._num_nacks = 0
+        self._received: Received | None = None
+        # Of the connection that runs:
+        self._link: SinkLink | None = None
+        self._block_size = 0
+        self._window = ReceiveWindow(0)
+        self._sequence_number = 0
+        self._first_block = 0
+        self._next_block = 0
+        self._next_offset = 0
+        self._bad: dict[tuple[int, int], _BadPiece] = {}  # by block index and slab offset
+        self._assembly: dict[int, bytearray] = {}  # slabs that are not (only) received into the sink, by block index
+        self._num_tokens: dict[int, int] = {}  # valid tokens of blocks that are not delivered yet
+        self._digest = xxh3_64()
+        self._seal: Seal | None = None
+        self._seal_came_s = 0.0
+        self._sealed_for_s = 0.0
+
+    @property
+    def state(self) -> SinkState:
+        return self._state
+
+    @property
+    def is_live(self) -> bool:
+        """A connection carries it and more may come."""
+        return self._state in (SinkState.REQUESTED, SinkState.STAGING, SinkState.RECEIVING)
+
+    @property
+    def failure(self) -> HopFailedError | None:
+        """Why it failed; set together with `SinkState.FAILED`."""
+        return self._failure
+
+    @property
+    def wants_sink(self) -> bool:
+        """Blocks or the seal came and wait for `attach_sink`."""
+        return self._state is SinkState.STAGING
+
+    @property
+    def has_begun(self) -> bool:
+        """Something came, now or on an earlier connection."""
+        return self._sink is not None or self._state is SinkState.STAGING
+
+    @property
+    def last_progress_s(self) -> float:
+        """When something last came, on the clock."""
+        return self._last_progress_s
+
+    @property
+    def num_verified_blocks(self) -> int:
+        """Leading blocks that are in the sink for good; a new connection goes on behind them."""
+        if self._sink is None:  # what is staged is lost with its connection
+            return 0
+        return min((block for block, _ in self._bad), default=self._next_block)
+
+    @property
+    def num_nacks(self) -> int:
+        return self._num_nacks
+
+    def get_received(self) -> Received:
+        """The result; only once committed."""
+        assert self._received is not None
+        return self._received
+
+    # The connection comes and goes
+
+    def start(self, link: SinkLink, *, incarnation: str, deadline: Deadline) -> None:
+        """Send FETCH for everything that is not verified."""
+        assert self._state is SinkState.IDLE
+        self._block_size = link.peer.block_size
+        self._next_block = max(self._next_block, self._skip_tokens // self._block_size)
+        self._next_offset = 0
+        self._first_block = self._next_block
+        self._num_tokens.clear()
+        self._seal = None
+        self._sequence_number = 0
+        self._digest = xxh3_64()
+        credit_bytes = self._initial_credit_bytes if self._sink is None else self._window_bytes
+        self._window = ReceiveWindow(credit_bytes)
+        self._link = link
+        self._state = SinkState.REQUESTED if self._sink is None else SinkState.RECEIVING
+        self._last_progress_s = self._clock()
+        fetch = Fetch(
+            key=self._key_message,
+            incarnation=incarnation,
+            adapter=self._adapter,
+            skip_tokens=max(self._skip_tokens, self._next_block * self._block_size),
+            credit_bytes=credit_bytes,
+            remaining_ms=deadline.remaining_ms(self._clock),
+        )
+        link.send(Frame(fetch=fetch))
+
+    def stop(self) -> None:
+        """Its connection carries it no longer; the caller has redirected a payload that is arriving. Idempotent."""
+        self._link = None
+        if not self.is_live:
+            return
+        self._state = SinkState.IDLE
+        self._next_block = self.num_verified_blocks
+        self._bad.clear()
+        self._assembly.clear()
+        self._on_news()
+
+    def attach_sink(self, sink: BlockSink) -> None:
+        """The sink is there: deliver what was staged and open the window. Once; in any state."""
+        assert self._sink is None
+        self._sink = sink
+        if self._state not in (SinkState.REQUESTED, SinkState.STAGING):
+            return
+        self._state = SinkState.RECEIVING
+        for block_index in sorted(self._num_tokens):
+            self._deliver_if_complete(block_index)
+        self._window.open(self._window_bytes)
+        self._send_credit()
+        self._commit_if_complete()
+
+    # What the prefill worker sends
+
+    def payload_target(self, blocks: Blocks, size_bytes: int) -> memoryview | None:
+        """Where the payload of this header goes; None once it has ended.
+
+        Raises:
+            TransferProtocolError: not a piece that comes next.
+        """
+        if not self.is_live:
+            return None
+        self._last_progress_s = self._clock()
+        self._window.receive(size_bytes)
+        self._size_bytes += size_bytes
+        if blocks.sequence_number != self._sequence_number:
+            raise self._violation(f"frame {blocks.sequence_number} instead of {self._sequence_number}")
+        self._sequence_number += 1
+        block_index, offset = blocks.block_index, blocks.slab_offset
+        block_bytes = self._token_bytes * self._block_size
+        if bad := self._bad.get((block_index, offset)):
+            if (size_bytes, blocks.checksum) != (bad.size_bytes, bad.checksum):
+                raise self._violation(f"block {block_index} at {offset} came again as another")
+        elif (block_index, offset) != (self._next_block, self._next_offset) or self._seal is not None:
+            raise self._violation(
+                f"block {block_index} at {offset} instead of {self._next_block} at {self._next_offset}"
+            )
+        if offset + size_bytes > block_bytes or not 0 < blocks.num_tokens <= self._block_size:
+            raise self._violation(f"{blocks.num_tokens} tokens, {size_bytes} bytes at {offset} in {block_bytes}")
+        if blocks.HasField("checksum") != (self._link is not None and self._link.peer.uses_checksums):
+            raise self._violation("a checksum is missing, or there where none was agreed")
+        if self._state is SinkState.REQUESTED:
+            self._state = SinkState.STAGING
+            self._on_news()
+        return self._slab(block_index)[offset : offset + size_bytes]
+
+    def payload_received(self, blocks: Blocks, payload: memoryview) -> None:
+        """The payload lies where `payload_target` said.
+
+        Raises:
+            TransferProtocolError: too many pieces were wrong.
+        """
+        if not self.is_live:
+            return
+        self._last_progress_s = self._clock()
+        piece = (blocks.block_index, blocks.slab_offset)
+        is_again = self._bad.pop(piece, None) is not None
+        if not is_again:
+            self._num_tokens[blocks.block_index] = blocks.num_tokens
+            self._next_offset += payload.nbytes
+            if self._next_offset == self._token_bytes * self._block_size:
+                self._next_block, self._next_offset = self._next_block + 1, 0
+        if blocks.HasField("checksum"):
+            if not is_again:
+                self._digest.update(blocks.checksum.to_bytes(8, "little"))
+            if xxh3_64_intdigest(payload) != blocks.checksum:
+                self._refuse_piece(blocks, payload.nbytes)
+        if self._sink is not None:
+            self._deliver_if_complete(blocks.block_index)
+            self._send_credit()
+            self._commit_if_complete()
+
+    def seal(self, message: SealFrame) -> None:
+        """SEAL.
+
+        Raises:
+            TransferProtocolError: it does not fit what came before it.
+        """
+        if not self.is_live:
+            return
+        self._last_progress_s = self._seal_came_s = self._clock()
+        num_blocks = -(-message.num_tokens // self._block_size)
+        if (
+            self._seal is not None
+            or self._next_offset
+            or (message.first_block, message.num_blocks) != (self._first_block, self._next_block)
+            or message.num_blocks != num_blocks
+            or message.num_tokens < self._skip_tokens
+            or message.digest != self._digest.intdigest()
+        ):
+            raise self._violation("the seal does not fit the blocks that came")
+        self._seal = seal_from_proto(message)
+        self._sealed_for_s = message.age_us / 1e6
+        if self._state is SinkState.REQUESTED:
+            self._state = SinkState.STAGING
+            self._on_news()
+        self._commit_if_complete()
+
+    def lost(self, reason: ErrorDetail) -> None:
+        """ABORT or HANDOFF_LOST: the prefill worker will send nothing more."""
+        self.fail(failure_from_proto(reason))
+
+    def fail(self, failure: HopFailedError) -> None:
+        """It cannot succeed any more; only the first reason counts."""
+        if self._state not in (SinkState.COMMITTED, SinkState.FAILED):
+            self._state = SinkState.FAILED
+            self._failure = failure
+            self._on_news()
+
+    def _slab(self, block_index: int) -> memoryview:
+        """The memory of a block: the sink's own, unless it began elsewhere or the sink wants it otherwise."""
+        if block_index in self._assembly:
+            return memoryview(self._assembly[block_index])
+        if self._sink is not None and (target := self._target(block_index)) is not None:
+            return target
+        self._assembly[block_index] = bytearray(self._token_bytes * self._block_size)
+        return memoryview(self._assembly[block_index])
+
+    def _target(self, block_index: int) -> memoryview | None:
+        assert self._sink is not None
+        if self._sink.block_size != self._block_size:
+            return None
+        return self._sink.target(block_index)
+
+    def _refuse_piece(self, blocks: Blocks, size_bytes: int) -> None:
+        self._num_nacks += 1
+        if self._num_nacks > MAX_NACKS:
+            raise self._violation(f"{self._num_nacks} pieces were wrong")
+        self._bad[blocks.block_index, blocks.slab_offset] = _BadPiece(size_bytes, blocks.checksum)
+        piece = Piece(block_index=blocks.block_index, slab_offset=blocks.slab_offset, size_bytes=size_bytes)
+        self._send(Frame(nack=Nack(key=self._key_message, pieces=[piece])))
+
+    def _deliver_if_complete(self, block_index: int) -> None:
+        if block_index >= self._next_block or any(block == block_index for block, _ in self._bad):
+            return
+        num_tokens = self._num_tokens.pop(block_index)
+        slab = self._assembly.pop(block_index, None)
+        if slab is None:
+            return
+        assert self._sink is not None
+        if (target := self._target(block_index)) is not None:
+            target[:] = slab
+            return
+        first_token = max(block_index * self._block_size, self._skip_tokens)
+        end_token = block_index * self._block_size + num_tokens
+        if first_token < end_token:
+            payload = memoryview(slab).toreadonly()
+            self._sink.absorb(first_token, end_token - first_token, payload, self._block_size)
+
+    def _send_credit(self) -> None:
+        if size_bytes := self._window.give_back():
+            self._send(Frame(credit=Credit(key=self._key_message, size_bytes=size_bytes)))
+
+    def _commit_if_complete(self) -> None:
+        if self._seal is None or self._bad or self._sink is None or self._state is not SinkState.RECEIVING:
+            return
+        now_s = self._clock()
+        self._received = Received(
+            seal=self._seal,
+            size_bytes=self._size_bytes,
+            transfer_s=now_s - self._started_s,
+            exposed_s=self._sealed_for_s + now_s - self._seal_came_s,
+        )
+        self._state = SinkState.COMMITTED
+        self._send(Frame(commit=Commit(key=self._key_message)))
+        self._on_news()
+
+    def _send(self, frame: Frame) -> None:
+        if self._link is not None:
+            self._link.send(frame)
+
+    def _violation(self, what: str) -> TransferProtocolError:
+        return TransferProtocolError(f"{self.key}: {what}", hop="transfer")
