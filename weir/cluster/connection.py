@@ -227,13 +227,12 @@ class RedisConnection:
         return [self._translate(reply) if isinstance(reply, Exception) else reply for reply in replies]
 
     def _translate(self, error: Exception) -> UnavailableError:
-        detail = "no answer in time" if is_timeout(error) else str(error) or type(error).__name__
-        return UnavailableError(f"redis {self.url.masked}: {detail}", retry_after_s=RETRY_AFTER_S)
+        return UnavailableError(f"redis {self.url.masked}: {_describe(error)}", retry_after_s=RETRY_AFTER_S)
 
     async def _lose(self, error: Exception, interruptions: int) -> None:
         """Mark the link down, unless it went down and came back while the failed command was in flight."""
         if self.is_up and self.link.num_interruptions == interruptions:
-            logger.warning("redis %s is away: %s", self.url.masked, self._translate(error).message)
+            logger.warning("redis %s is away: %s", self.url.masked, _describe(error))
             self.link.mark_down()
         await self._drop_connections()
 
@@ -294,6 +293,10 @@ class RedisConnection:
                 f"redis {self.url.masked} is version {version}; Weir needs Redis or Valkey {needed} or later",
                 param="redis_url",
             )
+
+
+def _describe(error: Exception) -> str:
+    return "no answer in time" if is_timeout(error) else str(error) or type(error).__name__
 
 
 def _command(name: str, call: ScriptCall, script: str) -> Command:

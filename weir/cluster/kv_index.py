@@ -30,7 +30,7 @@ READ_PAUSE_S = 0.01
 LOAD_PAUSE_S = 0.5
 ENTRIES_PER_READ = 16
 HASHES_PER_SCAN = 1_000
-BLOCKS_PER_PURGE = 2_000
+BLOCKS_PER_PURGE = 5_000
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -103,8 +103,7 @@ class KvIndex:
     async def _follow(self) -> None:
         while True:
             self._keep_to_directory()
-            while self._map.purge(BLOCKS_PER_PURGE):
-                await asyncio.sleep(0)
+            self._map.purge(BLOCKS_PER_PURGE)
             try:
                 await self._load_new()
                 await self._read()

@@ -166,30 +166,36 @@ class KvIndexPublisher:
 
     async def _publish(self) -> None:
         """Send what is pending, or renew the TTL; start over if Redis lacks something. Raises UnavailableError."""
-        if not self._is_current or self._pending.has_overflowed or not await self._send(_Entry()):
-            await self._reset()
+        if self._pending.has_overflowed:
+            self._is_current = False
+        if self._is_current:
+            await self._send_pending()
+        if not self._is_current and await self._reset():
+            await self._send_pending()
+
+    async def _send_pending(self) -> None:
+        if not self._pending:
+            self._is_current = await self._send(_Entry())
         while self._is_current and self._pending:
             self._is_current = await self._send(self._pending.take(MAX_ENTRY_HASHES))
-            if not self._is_current:
-                self._wakeup.set()
 
-    async def _reset(self) -> None:
-        """Start a generation with a snapshot of the cache, unless a later incarnation publishes under this name."""
-        self._is_current = False
+    async def _reset(self) -> bool:
+        """Start a generation with a snapshot of the cache; False if a later incarnation publishes under this name."""
         self._pending.discard()
         hashes = await self._snapshot()
         args = (self._incarnation, self._born, self._generation + 1, self._max_entries, self._ttl_ms)
         is_accepted, *answer = await self._connection.run_script(KV_RESET, self._keys, args)
         if not is_accepted:
             logger.error("the prefix index of this worker is published by a later incarnation %s", answer[0].decode())
-            return
+            return False
         self._generation, self._born, self._number = int(answer[0]), answer[1], 0
+        self._is_current = True
         self.num_resets += 1
         for first in range(0, len(hashes), MAX_ENTRY_HASHES):
-            if not await self._send(_Entry(stored=tuple(hashes[first : first + MAX_ENTRY_HASHES]))):
-                self._wakeup.set()
-                return
-        self._is_current = True
+            self._is_current = await self._send(_Entry(stored=tuple(hashes[first : first + MAX_ENTRY_HASHES])))
+            if not self._is_current:
+                return False
+        return True
 
     async def _send(self, entry: _Entry) -> bool:
         """Append one entry; an empty one only renews the TTL. False if Redis lacks the entries before it.

@@ -24,7 +24,10 @@ class OwnedTasks:
     ) -> None:
         for task in tuple(self._tasks):
             task.cancel()
-        await self._group.__aexit__(kind, error, traceback)
+        if error is None or isinstance(error, asyncio.CancelledError):
+            await self._group.__aexit__(kind, error, traceback)
+        else:  # the body's own error leaves as it is, not wrapped in a group
+            await self._group.__aexit__(None, None, None)
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` until it ends or the owner is left."""

@@ -71,7 +71,9 @@ class RedisUrl:
 
     @classmethod
     def parse(cls, text: str) -> RedisUrl:
-        """Raises ConfigError naming the URL and what is wrong with it."""
+        """Raises ConfigError naming the URL and what is wrong with it; of a malformed one it quotes no other part,
+        since any part may be that of a password.
+        """
         masked = mask_passwords(text)
         try:
             return cls._parse(text, masked)
@@ -110,7 +112,7 @@ class RedisUrl:
             if kind is RedisKind.STANDALONE and len(addresses) != 1:
                 raise ValueError("names more than one server; use redis+cluster:// or redis+sentinel://")
         if not db.isdecimal():
-            raise ValueError(f"the database must be a number, not {db!r}")
+            raise ValueError("the database must be a number")
         if kind is RedisKind.CLUSTER and int(db):
             raise ValueError("a Redis Cluster has only database 0")
         ca_file = options.pop("ca", None) if is_tls else None
@@ -145,7 +147,7 @@ def _parse_addresses(hosts: str, default_port: int) -> tuple[Address, ...]:
     for item in hosts.split(","):
         match = _ADDRESS.fullmatch(item)
         if match is None:
-            raise ValueError(f"{item!r} is not host:port" if item else "names no host")
+            raise ValueError("has an address that is not host:port" if item else "names no host")
         port = int(match["port"] or default_port)
         if not 1 <= port <= 65535:
             raise ValueError(f"port {port} is not in 1..65535")

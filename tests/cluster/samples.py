@@ -1,0 +1,61 @@
+"""Values and small tools that the tests of the cluster floor share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from weir.cluster.connection import RedisConnection
+from weir.core.block_hash import BlockHash
+from weir.core.kv_layout import KvLayout
+from weir.core.worker import Incarnation, Role, WorkerId, WorkerInfo, WorkerLoad, WorkerState
+
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=4, kv_dtype="float32")
+
+
+class ManualClock:
+    """A clock that moves when told."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def worker_info(worker_id: str = "d1", incarnation: str = "a", **changes: Any) -> WorkerInfo:
+    fields: dict[str, Any] = {
+        "worker_id": WorkerId(worker_id),
+        "incarnation": Incarnation(incarnation),
+        "role": Role.DECODE,
+        "state": WorkerState.READY,
+        "model": "tiny",
+        "control_address": "127.0.0.1:9",
+        "transfer_address": "",
+        "layout": LAYOUT,
+        "fingerprint": LAYOUT.fingerprint("weights"),
+        "max_model_len": 128,
+        "load": WorkerLoad(),
+    }
+    return WorkerInfo(**{**fields, **changes})
+
+
+def block_hashes(first: int, count: int) -> tuple[BlockHash, ...]:
+    return tuple(BlockHash(index.to_bytes(16, "big")) for index in range(first, first + count))
+
+
+def connect(url: str, **bounds: Any) -> RedisConnection:
+    """A connection with bounds scaled down."""
+    fast: dict[str, Any] = {"connect_timeout_s": 0.2, "call_timeout_s": 0.2, "check_interval_s": 0.05}
+    return RedisConnection.from_url(url, **{**fast, **bounds})
+
+
+async def until(is_true: Callable[[], Any], timeout_s: float = 10.0) -> None:
+    """Until something that another process brings about, and that raises no event here, is so."""
+    async with asyncio.timeout(timeout_s):
+        while not is_true():  # noqa: ASYNC110 - another process has no event here
+            await asyncio.sleep(0.002)
