@@ -10,7 +10,7 @@ import torch
 
 
 def rms_norm_reference(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Plain torch, float32 inside; rounds to hidden's dtype before the weight is applied, as the models were trained."""
+    """Plain torch, float32 inside; rounds to hidden's dtype before the weight, as the models were trained."""
     exact = hidden.float()
     scale = torch.rsqrt(exact.square().mean(-1, keepdim=True).add_(eps))
     return (exact * scale).to(hidden.dtype).mul_(weight)

@@ -34,7 +34,7 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One step of ragged sequences. Rows stand decoding sequences first, the longest first; logits keep the given order.
+    """One step of ragged sequences: rows of decoding ones first, the longest first; logits in the order given.
 
     Attributes:
         input_ids, positions: [num_tokens] int64.

@@ -1,8 +1,8 @@
 """Reading GGUF files: metadata, and tensors dequantised one at a time.
 
 Knows the container only; what keys and tensor names mean is `gguf_model`'s and `gguf_tokenizer`'s matter. The header of
-a file with a vocabulary of 49,152 is read in 0.1 s; the `gguf` package, which wraps every string in an array, takes 7 s,
-and is used for its dequantisation alone.
+a file with a vocabulary of 49,152 is read in 0.1 s; the reader of the `gguf` package, which wraps every string in an
+array, takes 7 s. Its dequantisation is what is used.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, version 3.
 """
@@ -10,7 +10,6 @@ Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, version 3.
 from __future__ import annotations
 
 import mmap
-import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
-_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _PLAIN_DTYPES = {
     gguf.GGMLQuantizationType.F32: torch.float32,
     gguf.GGMLQuantizationType.F16: torch.float16,
@@ -182,22 +180,3 @@ class GgufParts:
 
     def read(self, name: str) -> torch.Tensor:
         return self._owners[name].read(name)
-
-
-def gguf_parts(path: Path) -> list[Path]:
-    """Every part of the model that `path` is the file, or any part, of; in order.
-
-    Raises:
-        ModelLoadError: a part is missing; names it.
-    """
-    match = _PART.search(path.name)
-    if match is None:
-        return [path]
-    count = int(match[2])
-    parts = [
-        path.with_name(f"{path.name[: match.start()]}-{part:05}-of-{count:05}.gguf") for part in range(1, count + 1)
-    ]
-    for part in parts:
-        if not part.is_file():
-            raise ModelLoadError(f"{part}: missing; the model has {count} parts")
-    return parts

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from weir.core.errors import ModelLoadError
-from weir.engine.gguf_file import GgufParts, gguf_parts
+from weir.engine.gguf_file import GgufParts
+from weir.engine.gguf_parts import gguf_parts
 from weir.engine.safetensors_file import TensorSpec
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")

@@ -7,7 +7,7 @@ after this file asks which it was.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from typing import Any
 from tokenizers import Tokenizer, processors
 
 from weir.core.errors import ModelLoadError
-from weir.engine.gguf_file import gguf_parts
 from weir.engine.gguf_model import GgufCheckpoint
+from weir.engine.gguf_parts import gguf_parts
 from weir.engine.gguf_tokenizer import build_tokenizer, tokenizer_config
 from weir.engine.safetensors_file import SafetensorsCheckpoint, check_index, checkpoint_files
 from weir.engine.weights import TensorSource
@@ -135,7 +135,7 @@ def _read_tokenizer(directory: Path) -> Tokenizer:
         raise ModelLoadError(f"{path}: missing; a model directory needs its tokenizer")
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as exc:  # noqa: BLE001 (the library raises plain Exception)
+    except Exception as exc:  # the library raises plain Exception
         raise ModelLoadError(f"{path}: not a tokenizer: {exc}") from exc
 
 
@@ -145,7 +145,7 @@ def _convert_tokenizer(directory: Path) -> Tokenizer:
 
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True).backend_tokenizer
-    except Exception as exc:  # noqa: BLE001 (any converter may fail in its own way)
+    except Exception as exc:  # any converter may fail in its own way
         raise ModelLoadError(f"{directory}: no tokenizer.json, and its vocabulary cannot be converted: {exc}") from exc
     return tokenizer
 
@@ -159,7 +159,7 @@ def _read_tokenizer_config(directory: Path) -> dict[str, Any]:
         settings[name] = token.get("content") if isinstance(token, Mapping) else token
     template_file = directory / "chat_template.jinja"
     template = template_file.read_text() if template_file.exists() else settings.pop("chat_template", None)
-    if isinstance(template, Sequence) and not isinstance(template, str):
+    if isinstance(template, list):
         by_name = {entry["name"]: entry["template"] for entry in template}
         template = by_name.get("default", next(iter(by_name.values()), None))
     if template is not None:

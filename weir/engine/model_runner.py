@@ -17,7 +17,7 @@ from weir.engine.host_memory import available_bytes
 from weir.engine.models.decoder import Decoder
 from weir.engine.models.decoder_config import DecoderConfig
 from weir.engine.paged_kv_cache import PagedKvCache
-from weir.engine.weights import Weights, WeightManifest
+from weir.engine.weights import Weights, open_weights
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +60,7 @@ class ModelRunner:
             block_size=config.block_size,
             kv_dtype=dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         )
-        source = WeightManifest.load(config.model_dir).open(config.model_dir)
-        weights = Weights(source, getattr(torch, dtype_name), self._device)
+        weights = Weights(open_weights(config.model_dir), getattr(torch, dtype_name), self._device)
         with torch.inference_mode():
             self._model = Decoder(decoder_config, weights, self.max_model_len, self._device)
         self.num_blocks = self._choose_num_blocks(config)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weir.core.errors import ModelLoadError
-from weir.engine.gguf_file import gguf_parts
+from weir.engine.gguf_parts import gguf_parts
 
 Progress = Callable[[str], None]
 """Takes one line for the person who waits."""

@@ -21,7 +21,7 @@ from weir.core.kv_layout import KvLayout
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's keys and values, each [num_blocks, num_kv_heads, block_size, head_dim]: strided views of the cache."""
+    """One layer's keys and values, each a strided view [num_blocks, num_kv_heads, block_size, head_dim]."""
 
     keys: torch.Tensor
     values: torch.Tensor

@@ -136,8 +136,8 @@ def write_safetensors(path: Path, specs: Sequence[TensorSpec], produce: Callable
         file.write(len(text).to_bytes(8, "little") + text)
         for spec in specs:
             tensor = produce(spec).contiguous()
-            assert tensor.dtype == spec.dtype and tuple(tensor.shape) == spec.shape, spec
-            file.write(memoryview(tensor.flatten().view(torch.uint8).numpy()))
+            assert (tensor.dtype, tuple(tensor.shape)) == (spec.dtype, spec.shape), spec
+            file.write(tensor.flatten().view(torch.uint8).numpy().data)
 
 
 def _open(path: Path) -> Any:

@@ -45,11 +45,12 @@ class Attention:
     def __call__(self, hidden: torch.Tensor, cos_sin: torch.Tensor, batch: Batch, cache: LayerCache) -> torch.Tensor:
         """Rows [num_tokens, hidden_size] to the same shape; `cos_sin` as `RotaryEmbedding` gives it."""
         heads = self._qkv(hidden).view(-1, self._num_heads + 2 * self._num_kv_heads, self._head_dim)
-        query, key, value = heads.split((self._num_heads, self._num_kv_heads, self._num_kv_heads), dim=1)
+        first_value = self._num_heads + self._num_kv_heads
+        query, key, value = heads.tensor_split((self._num_heads, first_value), dim=1)
         if self._norms is not None:
             query.copy_(self._norms[0](query))
             key.copy_(self._norms[1](key))
-        rotary_embedding(heads[:, : self._num_heads + self._num_kv_heads], cos_sin)
+        rotary_embedding(heads[:, :first_value], cos_sin)
         store_kv_cache(key, value, cache.keys, cache.values, batch.slots)
         return self._output(self._attend(query, batch, cache).flatten(1))
 

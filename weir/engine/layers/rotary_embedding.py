@@ -53,7 +53,7 @@ def attention_factor(config: RopeConfig) -> float:
 
 
 def inverse_frequencies(config: RopeConfig, num_positions: int) -> torch.Tensor:
-    """Radians per position: [1, rotary_dim / 2], or [num_positions, rotary_dim / 2] where they depend on the position."""
+    """Radians a position: [1, rotary_dim / 2], or [num_positions, rotary_dim / 2] where the position matters."""
     base = _plain(config.theta, config.rotary_dim)
     match config.rope_type:
         case "linear":

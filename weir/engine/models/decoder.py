@@ -50,7 +50,7 @@ class Decoder:
         weights.finish(allow_unused=(_HEAD,) if config.is_tied else ())
 
     def __call__(self, batch: Batch, cache: PagedKvCache) -> torch.Tensor:
-        """Compute the batch, writing its KV into `cache`: float32 logits [num_logits, vocab_size] of the rows asked for."""
+        """Compute the batch, writing its KV into `cache`: float32 logits [num_logits, vocab_size]."""
         hidden = functional.embedding(batch.input_ids, self._embedding)
         cos_sin = self._rotary(batch.positions)
         for index, layer in enumerate(self._layers):
