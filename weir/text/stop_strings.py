@@ -61,6 +61,12 @@ class StopStrings:
             state = self._fail[state]
         return goto[state][char]
 
+    def growing_state(self, state: int) -> int:
+        """The longest suffix of `state` that more text can still turn into a stop string."""
+        while state and not self._goto[state]:
+            state = self._fail[state]
+        return state
+
     def depth(self, state: int) -> int:
         """How many of the last characters are the beginning of a stop string."""
         return self._depth[state]
@@ -115,8 +121,10 @@ class StopMatcher:
         for position, char in enumerate(text):
             state = stops.next_state(state, char)
             stop = stops.found(state)
-            if stop is not None and may_stop:
-                return self._end(text[: position + 1], stop)
+            if stop is not None:
+                if may_stop:
+                    return self._end(text[: position + 1], stop)
+                state = stops.growing_state(state)
         self._state = state
         if stops.include_in_output:
             return StopMatch(text=text)
