@@ -14,6 +14,7 @@ from decode_service.events import HandoffSource
 from decode_service.sink import EngineBlockSink
 from kv_transfer.blocks import BlockSink
 from kv_transfer.transfer_state import Received
+from weir.cluster.block_ownership import BlockGroup
 from weir.core.deadline import Deadline
 from weir.core.errors import TransferProtocolError, WeirError
 from weir.core.request import HandoffKey, SequenceRequest
@@ -21,8 +22,11 @@ from weir.runtime.metrics import WorkerMetrics
 from weir.runtime.tracing import tracer
 
 if TYPE_CHECKING:
+    from weir.engine.async_engine import AsyncEngine
+
     from kv_transfer.receiver import TransferClient
-    from weir.engine.async_engine import AsyncEngine, ImportTarget
+    from weir.cluster.block_ownership import OwnershipRecorder
+    from weir.engine.engine import ImportTarget
 
 
 class HandoffImporter:
@@ -33,10 +37,17 @@ class HandoffImporter:
     """
 
     def __init__(
-        self, engine: AsyncEngine, client: TransferClient, *, metrics: WorkerMetrics, timeout_s: float
+        self,
+        engine: AsyncEngine,
+        client: TransferClient,
+        ownership: OwnershipRecorder,
+        *,
+        metrics: WorkerMetrics,
+        timeout_s: float,
     ) -> None:
         self._engine = engine
         self._client = client
+        self._ownership = ownership
         self._metrics = metrics
         self._timeout_s = timeout_s
         self._siblings: dict[tuple[str, tuple[int, ...]], asyncio.Event] = {}
@@ -55,19 +66,13 @@ class HandoffImporter:
             HandoffLostError, WrongIncarnationError, FingerprintMismatchError, TransferProtocolError, WorkerLostError,
             DeadlineExceededError: see `TransferClient.fetch`.
         """
-        self._metrics.handoffs_in_flight.inc()
         try:
             with tracer().start_as_current_span("handoff"):
                 received = await self._import(key, request, source, num_cached_tokens)
         except WeirError as error:
             error.hop = error.hop or "transfer"
-            self._metrics.handoff_failures.labels(reason=error.code).inc()
             raise
-        finally:
-            self._metrics.handoffs_in_flight.dec()
-        transport = source.transfer_address.partition("://")[0]
         self._metrics.handoff_seconds.observe(received.transfer_s)
-        self._metrics.handoff_bytes.labels(transport=transport).inc(received.size_bytes)
         return received
 
     async def _import(
@@ -97,11 +102,11 @@ class HandoffImporter:
         async def sink_ready() -> BlockSink:
             nonlocal target
             if target is None:
-                target = await self._engine.allocate_claimed(request.sequence_id)
+                target = await self._allocate(key, request)
             return EngineBlockSink(self._engine, target)
 
         if allocates_first:  # so that what the sibling has brought is matched, and not fetched again
-            target = await self._engine.allocate_claimed(request.sequence_id)
+            target = await self._allocate(key, request)
             num_cached_tokens = target.num_cached_tokens
         received = await self._client.fetch(
             address=source.transfer_address,
@@ -119,6 +124,12 @@ class HandoffImporter:
             )
         await sink_ready()  # a hand-off of which everything was here already has asked for no block
         return received
+
+    async def _allocate(self, key: HandoffKey, request: SequenceRequest) -> ImportTarget:
+        target = await self._engine.allocate_claimed(request.sequence_id)
+        groups = (BlockGroup(first_block=0, num_blocks=len(target.block_ids)),)
+        self._ownership.record_destination(request.request_id, key, groups, request.deadline)
+        return target
 
     @asynccontextmanager
     async def _after_sibling(self, request: SequenceRequest) -> AsyncIterator[bool]:

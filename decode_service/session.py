@@ -25,6 +25,7 @@ from weir.runtime.tracing import extract, tracer
 
 if TYPE_CHECKING:
     from weir.engine.async_engine import AsyncEngine
+
     from weir.engine.token_stream import SequenceNews, TokenStream
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,10 @@ class SequenceStarter(Protocol):
         Raises:
             WeirError: it does not run and owns nothing any more.
         """
+        ...
+
+    def ended(self, stream: OpenSequence) -> None:
+        """It has ended or is about to, however."""
         ...
 
 
@@ -258,5 +263,6 @@ class Session:
         self._by_sequence.pop(stream.opened.request.sequence_id, None)
         if not self._streams:
             self._is_idle.set()
+        self._starter.ended(stream.opened)
         if stream.span is not None:
             stream.span.end()

@@ -15,13 +15,15 @@ from decode_service.events import Denied, Granted, OpenSequence
 from decode_service.handoff import HandoffImporter
 from decode_service.session import Session
 from kv_transfer.transfer_state import Received
+from weir.cluster.block_ownership import BlockGroup, HoldingKind
 from weir.core.errors import OverloadedError, UnavailableError, WrongIncarnationError
 from weir.core.request import RequestId
 from weir.core.worker import Incarnation
-from weir.engine.async_engine import Denial
 
 if TYPE_CHECKING:
     from weir.engine.async_engine import AsyncEngine
+
+    from weir.cluster.block_ownership import OwnershipRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +39,16 @@ class DecodeWorker:
     """
 
     def __init__(
-        self, engine: AsyncEngine, importer: HandoffImporter, *, incarnation: Incarnation, max_waiting: int
+        self,
+        engine: AsyncEngine,
+        importer: HandoffImporter,
+        ownership: OwnershipRecorder,
+        *,
+        incarnation: Incarnation,
+        max_waiting: int,
     ) -> None:
         self._engine = engine
+        self._ownership = ownership
         self._importer = importer
         self._incarnation = incarnation
         self._max_waiting = max_waiting
@@ -54,6 +63,11 @@ class DecodeWorker:
     def num_open(self) -> int:
         """Sequences that have not ended."""
         return sum(session.num_open for session in self._sessions)
+
+    @property
+    def num_waiting(self) -> int:
+        """Always 0: whatever waits here, waits in the engine."""
+        return 0
 
     @asynccontextmanager
     async def session(self, gateway_id: str) -> AsyncIterator[Session]:
@@ -77,6 +91,8 @@ class DecodeWorker:
             CapacityExceededError, ContextLengthError: it can never run here.
             HandoffError, WorkerLostError, DeadlineExceededError: its KV did not come.
         """
+        from weir.engine.engine import Denial  # with torch, which a refused setting must not cost
+
         if opened.incarnation != self._incarnation:
             raise WrongIncarnationError(f"this is incarnation {self._incarnation}, the call means {opened.incarnation}")
         if self._is_draining:
@@ -86,6 +102,8 @@ class DecodeWorker:
         request = opened.request
         if opened.source is None:
             await self._engine.submit(request, session.tokens)
+            groups = (BlockGroup(first_block=0, num_blocks=self._engine.layout.blocks_for(request.num_known_tokens)),)
+            self._ownership.record_destination(request.request_id, opened.key, groups, request.deadline)
             session.emit(Granted(stream_id=opened.stream_id, num_cached_tokens=0, num_claimed_blocks=0))
             return None
         answer = await self._engine.claim(request, session.tokens)
@@ -99,20 +117,26 @@ class DecodeWorker:
                 num_claimed_blocks=answer.num_claimed_blocks,
             )
         )
-        return await self._importer.run(
-            opened.key, request, opened.source, num_cached_tokens=answer.num_cached_tokens
-        )
+        return await self._importer.run(opened.key, request, opened.source, num_cached_tokens=answer.num_cached_tokens)
+
+    def ended(self, opened: OpenSequence) -> None:
+        """Nothing of the sequence is to be seen here any more; see `SequenceStarter`."""
+        self._ownership.clear(opened.request.request_id, opened.key, HoldingKind.DESTINATION)
 
     def abort(self, request_id: RequestId) -> int:
         """End everything of a request, whichever gateway opened it; how many sequences there were."""
         return sum(session.abort(request_id) for session in self._sessions)
+
+    def refuse_new(self) -> None:
+        """Start to drain: sequences that are opened from now on are refused."""
+        self._is_draining = True
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new sequences, wait until none is open, then end the sessions.
 
         What runs after `timeout_s` ends with an error that its gateway can read; then the answer is False.
         """
-        self._is_draining = True
+        self.refuse_new()
         is_complete = True
         try:
             async with asyncio.timeout(timeout_s):
@@ -121,7 +145,9 @@ class DecodeWorker:
         except TimeoutError:
             is_complete = False
         for session in list(self._sessions):
-            session.fail_all(UnavailableError("the decode worker has shut down", hop="decode", retry_after_s=RETRY_AFTER_S))
+            session.fail_all(
+                UnavailableError("the decode worker has shut down", hop="decode", retry_after_s=RETRY_AFTER_S)
+            )
             session.close()
         return is_complete
 

@@ -36,9 +36,10 @@ from weir.engine.sequence import PrefillChoice
 from weir.runtime.tracing import tracer
 
 if TYPE_CHECKING:
+    from weir.engine.async_engine import AsyncEngine, PrefillProgress
+
     from kv_transfer.sender import Offer, TransferServer
     from weir.cluster.block_ownership import OwnershipRecorder
-    from weir.engine.async_engine import AsyncEngine, PrefillProgress
 
 logger = logging.getLogger(__name__)
 
@@ -208,9 +209,13 @@ class PrefillWorker:
                 self._transfer.release(key)
         return aborted
 
+    def refuse_new(self) -> None:
+        """Start to drain: prompts that come from now on are refused."""
+        self._is_draining = True
+
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new prompts and wait until no hold is left; False if `timeout_s` passed before."""
-        self._is_draining = True
+        self.refuse_new()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._is_idle.wait()

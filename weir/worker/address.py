@@ -23,6 +23,15 @@ def reachable_host(listen_host: str, redis_url: str) -> str:
     return LOOPBACK
 
 
+def with_host(listen_address: str, host: str) -> str:
+    """A listener's address, `[tcp://]x:port`, with the host under which others reach it; a Unix socket's as it is."""
+    if listen_address.startswith("unix:"):
+        return listen_address
+    scheme, separator, rest = listen_address.rpartition("://")
+    bracketed = f"[{host}]" if ":" in host else host
+    return f"{scheme}{separator}{bracketed}:{rest.rpartition(':')[2]}"
+
+
 def _is_any(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_unspecified

@@ -14,6 +14,7 @@ from weir.engine.config import DEVICES, DTYPES, EngineConfig
 from weir.runtime.config import setting
 from weir.runtime.logs import FORMATS, LEVELS
 
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig:
     """One worker process: its model, its engine, its place in the cluster."""

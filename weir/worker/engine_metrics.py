@@ -5,15 +5,20 @@ from __future__ import annotations
 from prometheus_client import Counter
 
 from kv_transfer.stats import TransferStats
+from weir.core.worker import Role
 from weir.engine.stats import EngineStats
 from weir.runtime.metrics import WorkerMetrics
 
 
 class WorkerMetricsMirror:
-    """Brings `metrics` up to the newest figures at each `refresh`; counters by what they have grown."""
+    """Brings `metrics` up to the newest figures at each `refresh`; counters by what they have grown.
 
-    def __init__(self, metrics: WorkerMetrics) -> None:
+    Of a hand-off only the decode side counts bytes and failures: boards sum over all workers.
+    """
+
+    def __init__(self, metrics: WorkerMetrics, role: Role) -> None:
         self._metrics = metrics
+        self._is_decode = role is Role.DECODE
         self._seen: dict[Counter, int] = {}
 
     def refresh(self, engine: EngineStats, transfer: TransferStats, *, is_redis_up: bool) -> None:
@@ -38,15 +43,15 @@ class WorkerMetricsMirror:
         self._advance(metrics.prompt_tokens_cached, engine.prefix_cache_hits)
         by_source = metrics.prompt_tokens_by_source
         self._advance(by_source.labels(source="local_cache_hit"), engine.prefix_cache_hits)
-        self._advance(
-            by_source.labels(source="local_compute"), engine.num_prompt_tokens - engine.prefix_cache_hits
-        )
+        self._advance(by_source.labels(source="local_compute"), engine.num_prompt_tokens - engine.prefix_cache_hits)
         self._advance(by_source.labels(source="external_kv_transfer"), engine.num_imported_tokens)
         self._advance(metrics.external_prefix_cache_queries, engine.num_imported_tokens)
         self._advance(metrics.external_prefix_cache_hits, engine.num_imported_tokens)
         self._advance(metrics.generation_tokens, engine.num_generation_tokens)
         self._advance(metrics.leases_expired, transfer.leases_expired_total)
         self._advance(metrics.stale_frames, transfer.stale_frames_total)
+        if not self._is_decode:
+            return
         for transport, size_bytes in transfer.bytes_by_transport.items():
             self._advance(metrics.handoff_bytes.labels(transport=transport), size_bytes)
         for reason, count in transfer.failures_by_reason.items():
