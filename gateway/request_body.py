@@ -39,11 +39,15 @@ _WANTED = {
 
 
 async def read_request(request: Request, model: type[Model], settings: HttpSettings) -> Model:
-    """Read the body and check it against `model`.
+    """Read the body and check it against `model`; raises as `read_fields` and `check_fields`."""
+    return check_fields(await read_fields(request, settings), model)
+
+
+async def read_fields(request: Request, settings: HttpSettings) -> dict[str, Any]:
+    """Read the body: one JSON object.
 
     Raises:
-        InvalidRequestError: not strict JSON, or a field is wrong.
-        UnsupportedFeatureError: a field or value that is refused by name, or that nobody knows.
+        InvalidRequestError: not strict JSON, or no object.
         PayloadTooLargeError: more bytes than `max_body_bytes`.
         HTTPException: 415, the content type is not JSON.
         ClientDisconnect: the client left before it had sent all.
@@ -52,14 +56,15 @@ async def read_request(request: Request, model: type[Model], settings: HttpSetti
     fields = decode_json(await _read_body(request, settings))
     if not isinstance(fields, dict):
         raise InvalidRequestError(f"body: must be a JSON object, got {_kind(fields)}", param="body")
-    return check_fields(fields, model)
+    return fields
 
 
 def check_fields(fields: Mapping[str, Any], model: type[Model]) -> Model:
     """Check decoded JSON against `model`; the first fault is told.
 
     Raises:
-        InvalidRequestError, UnsupportedFeatureError: as `read_request`.
+        InvalidRequestError: a field is missing or wrong.
+        UnsupportedFeatureError: a field or value that is refused by name, or that nobody knows.
     """
     try:
         return model.model_validate(fields)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from starlette.requests import Request
+
 from gateway.http_settings import HttpSettings
 
 if TYPE_CHECKING:
@@ -32,3 +34,10 @@ class GatewayServices:
     directory: WorkerDirectory
     journal: RequestJournal
     ownership: BlockOwnership
+
+
+def services_of(request: Request) -> GatewayServices:
+    """The services of the application that a request came to."""
+    services = request.app.state.services
+    assert isinstance(services, GatewayServices)
+    return services

@@ -1,0 +1,52 @@
+"""Routes for those who run the gateway: /health, /ready, /version, /metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from prometheus_client.exposition import choose_encoder
+from starlette.responses import JSONResponse, Response
+
+from gateway.services import GatewayServices, services_of
+from weir import __version__
+from weir.core.worker import Role, WorkerState
+
+router = APIRouter(tags=["operation"])
+
+
+@router.get("/health")
+async def health() -> dict[str, str]:
+    """The process lives; the only route that needs no key."""
+    return {"status": "ok"}
+
+
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """Whether each model has a decode worker; without a prefill worker decode workers compute prompts themselves."""
+    workers = _ready_workers(services_of(request))
+    is_ready = all(counts[Role.DECODE.value] for counts in workers.values())
+    body = {"status": "ready" if is_ready else "not_ready", "models": workers}
+    return JSONResponse(body, status_code=200 if is_ready else 503)
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """Weir's version."""
+    return {"version": __version__}
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus metrics of this gateway."""
+    encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    return Response(encode(services_of(request).metrics.registry), headers={"content-type": content_type})
+
+
+def _ready_workers(services: GatewayServices) -> dict[str, dict[str, Any]]:
+    """How many workers of each role take requests, by model."""
+    counts = {model.card.name: {role.value: 0 for role in Role} for model in services.models.models}
+    for worker in services.directory.workers():
+        if worker.model in counts and worker.state is WorkerState.READY:
+            counts[worker.model][worker.role.value] += 1
+    return counts
