@@ -1,0 +1,261 @@
+"""Decides who computes how many tokens in the next step, and who has to give way.
+
+There is no prefill phase and no decode phase: a sequence has `num_computed_tokens`, and each step lets it catch up with
+the tokens it has. The scheduler moves sequences between its queues and the KV cache manager; it sees no token's value.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+from weir.core.block_hash import BlockHash
+from weir.engine.in_flight_prefixes import InFlightPrefixes
+from weir.engine.kv_cache_manager import KvCacheManager
+from weir.engine.sequence import Sequence, SequenceState
+from weir.engine.sequence_queue import SequenceQueue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledChunk:
+    """The next `num_tokens` uncomputed tokens of a sequence, granted for one step."""
+
+    sequence: Sequence
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """One step's work.
+
+    Attributes:
+        chunks: who computes; no sequence twice.
+        admitted: those of them that got their blocks in this step.
+    """
+
+    chunks: tuple[ScheduledChunk, ...] = ()
+    admitted: tuple[Sequence, ...] = ()
+
+
+class Scheduler:
+    """First come, first served within a priority; decodes first, then prompts under way, then waiting ones.
+
+    A sequence gets the blocks of all its known tokens when it is admitted, so only decoding can run out of blocks. Then
+    the least urgent, newest sequence is preempted: it loses its blocks, keeps its tokens and is recomputed later. A
+    prefill that serves a hand-off never grows, so it is never preempted; neither is a claim or an import.
+
+    Args:
+        max_num_seqs: most sequences with a seat; running ones, claims and imports have one.
+        max_num_batched_tokens: most tokens of a step.
+    """
+
+    def __init__(self, cache: KvCacheManager, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self._cache = cache
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._waiting = SequenceQueue(lambda sequence: sequence.sort_key)
+        self._prefixes = InFlightPrefixes()
+        self._running: list[Sequence] = []
+        self._importing: dict[str, Sequence] = {}
+        self._num_waiting_tokens = 0
+        self.num_preemptions = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + self._prefixes.num_parked
+
+    @property
+    def num_deferred(self) -> int:
+        """Those of them that wait for a prefix which another sequence computes."""
+        return self._prefixes.num_parked
+
+    @property
+    def num_importing(self) -> int:
+        """Claims and imports."""
+        return len(self._importing)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens known and not computed, of waiting sequences and of those that are still catching up."""
+        uncomputed = (sequence.num_uncomputed_tokens for sequence in self._running)
+        return self._num_waiting_tokens + sum(count for count in uncomputed if count > 1)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
+        sequence.state = SequenceState.WAITING
+        self._num_waiting_tokens += sequence.num_tokens
+        self._waiting.push(sequence)
+
+    def claim(self, sequence: Sequence) -> bool:
+        """Promise a seat and blocks to a sequence whose KV comes from elsewhere; False when that can't be done now.
+
+        A claim does not overtake a sequence that waits here and is as urgent: it would live on the blocks that the
+        other waits for.
+        """
+        first = self._waiting.find_first()
+        if first is not None and first.sort_key < sequence.sort_key:
+            return False
+        if self._num_seated >= self._max_num_seqs:
+            return False
+        match = self._cache.match(sequence, max_tokens=sequence.num_tokens)
+        if not self._cache.claim(sequence, match, keep_watermark=self._num_seated > 0):
+            return False
+        sequence.state = SequenceState.CLAIMED
+        sequence.num_cached_tokens = match.num_tokens
+        self._importing[sequence.sequence_id] = sequence
+        return True
+
+    def start_import(self, sequence: Sequence) -> None:
+        """Allocate what a claim promised; from now on a transfer may write the blocks that were not matched."""
+        self._cache.allocate_claimed(sequence)
+        sequence.state = SequenceState.IMPORTING
+
+    def activate(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        """The KV of the first `num_computed_tokens` tokens is in place: the sequence joins the next step."""
+        del self._importing[sequence.sequence_id]
+        sequence.num_computed_tokens = num_computed_tokens
+        self._cache.publish(sequence)
+        self._run(sequence)
+
+    def abandon(self, sequence: Sequence) -> None:
+        """An import ends while a transfer may still write its blocks: it loses its seat and keeps the blocks."""
+        del self._importing[sequence.sequence_id]
+        sequence.state = SequenceState.ABANDONED
+
+    def remove(self, sequence: Sequence) -> None:
+        """End a sequence in any state; its blocks are given back."""
+        match sequence.state:
+            case SequenceState.WAITING:
+                self._num_waiting_tokens -= sequence.num_tokens
+                if sequence.awaited_hash is not None:
+                    self._prefixes.unpark(sequence)
+                else:
+                    self._waiting.discard(sequence)
+            case SequenceState.RUNNING:
+                self._stop(sequence)
+            case SequenceState.CLAIMED | SequenceState.IMPORTING:
+                del self._importing[sequence.sequence_id]
+                self._cache.release(sequence)
+            case SequenceState.ABANDONED:
+                self._cache.release(sequence)
+            case SequenceState.ENDED:
+                return
+        sequence.state = SequenceState.ENDED
+
+    def schedule(self) -> Schedule:
+        """Choose the next step's work, admit and preempt. Its cost does not depend on how many sequences wait."""
+        budget = self._max_num_batched_tokens
+        chunks: list[ScheduledChunk] = []
+        for sequence in [s for s in self._running if s.num_uncomputed_tokens == 1]:
+            if budget == 0:
+                break
+            if sequence.state is SequenceState.RUNNING and self._grow(sequence):
+                chunks.append(ScheduledChunk(sequence=sequence, num_tokens=1))
+                budget -= 1
+        for sequence in self._running:
+            if budget == 0:
+                break
+            if sequence.num_uncomputed_tokens > 1:
+                chunks.append(self._chunk(sequence, budget))
+                budget -= chunks[-1].num_tokens
+        admitted: list[Sequence] = []
+        while budget > 0 and (newcomer := self._admit_next()) is not None:
+            admitted.append(newcomer)
+            chunks.append(self._chunk(newcomer, budget))
+            budget -= chunks[-1].num_tokens
+        return Schedule(chunks=tuple(chunks), admitted=tuple(admitted))
+
+    def advance(self, chunk: ScheduledChunk) -> None:
+        """The chunk's KV has been computed: count it, publish the blocks it filled, wake who waited for them."""
+        sequence = chunk.sequence
+        sequence.num_computed_tokens += chunk.num_tokens
+        self._wake(sequence, self._cache.publish(sequence))
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError: says which law is broken."""
+        for sequence in self._running:
+            assert sequence.state is SequenceState.RUNNING, f"{sequence.sequence_id} runs as {sequence.state}"
+            assert 0 <= sequence.num_computed_tokens < sequence.num_tokens, f"{sequence.sequence_id} has nothing to do"
+        assert self._running == sorted(self._running, key=lambda s: s.sort_key), "running sequences are out of order"
+        assert self._num_seated <= self._max_num_seqs, "more sequences have a seat than may"
+        self._prefixes.check_integrity(self._running)
+        seated = {s.sequence_id for s in (*self._running, *self._importing.values())}
+        for owner in self._cache.owners():
+            assert owner.sequence_id in seated or owner.state is SequenceState.ABANDONED, (
+                f"{owner.sequence_id} has blocks as {owner.state}"
+            )
+            seated.discard(owner.sequence_id)
+        assert not seated, f"{sorted(seated)} run without blocks"
+        self._cache.check_integrity()
+
+    @property
+    def _num_seated(self) -> int:
+        return len(self._running) + len(self._importing)
+
+    def _admit_next(self) -> Sequence | None:
+        """Give the most urgent waiting sequence a seat and its blocks; None when it can't have them now."""
+        for _ in range(self._max_num_seqs):  # Bounds how many are parked in one step.
+            sequence = self._waiting.find_first()
+            if sequence is None or self._num_seated >= self._max_num_seqs:
+                return None
+            # The last known token is always computed: its logits choose the next one.
+            max_tokens = sequence.num_tokens - 1
+            match = self._cache.match(sequence, max_tokens=max_tokens)
+            awaited = self._find_awaited(sequence, len(match.block_ids), max_tokens)
+            if awaited is not None:
+                self._waiting.discard(sequence)
+                self._prefixes.park(sequence, awaited)
+                continue
+            keep_watermark = self._num_seated > 0 and not sequence.is_prefill_only
+            if not self._cache.allocate(sequence, match, keep_watermark=keep_watermark):
+                return None
+            self._waiting.discard(sequence)
+            self._num_waiting_tokens -= sequence.num_tokens
+            if sequence.num_cached_tokens is None:
+                sequence.num_cached_tokens = match.num_tokens
+            self._prefixes.begin(sequence)
+            self._run(sequence)
+            return sequence
+        return None
+
+    def _find_awaited(self, sequence: Sequence, num_matched_blocks: int, max_tokens: int) -> BlockHash | None:
+        if not self._cache.enable_prefix_caching or sequence.wants_prompt_logprobs:
+            return None
+        return self._prefixes.find_awaited(
+            sequence, first_block=num_matched_blocks, num_blocks=max_tokens // self._cache.block_size
+        )
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Get the block for the next token, from less urgent sequences if need be; False if that was this one."""
+        while not self._cache.grow(sequence):
+            victim = next(s for s in reversed(self._running) if not s.is_prefill_only)
+            self._stop(victim)
+            self.num_preemptions += 1
+            self.add(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.state = SequenceState.RUNNING
+        insort(self._running, sequence, key=lambda s: s.sort_key)
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Take a running sequence off its seat and give its blocks back."""
+        index = bisect_left(self._running, sequence.sort_key, key=lambda s: s.sort_key)
+        assert self._running[index] is sequence
+        del self._running[index]
+        self._wake(sequence, sequence.block_hashes[sequence.num_published_blocks :])
+        self._cache.release(sequence)
+
+    def _wake(self, sequence: Sequence, block_hashes: list[BlockHash]) -> None:
+        for waiter in self._prefixes.end(sequence, block_hashes):
+            self._waiting.push(waiter)
+
+    @staticmethod
+    def _chunk(sequence: Sequence, budget: int) -> ScheduledChunk:
+        return ScheduledChunk(sequence=sequence, num_tokens=min(sequence.num_uncomputed_tokens, budget))

@@ -1,0 +1,110 @@
+"""What an engine says of itself: counters while it works, and a snapshot that any thread may read."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+NUM_RECENT_STEPS = 64
+NUM_KEPT_ITERATIONS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """The engine after its latest step or command. Counters grow for the engine's life.
+
+    Attributes:
+        num_running: sequences with a seat that compute.
+        num_waiting: sequences that wait to be admitted, `num_deferred` of them for a prefix that another computes.
+        num_importing: claims and imports; they have seats too.
+        queued_tokens: tokens known and not computed yet.
+        free_blocks: blocks that are neither referenced nor promised.
+        held_blocks: different blocks under holds.
+        num_holds: holds that have not been released.
+        prefix_cache_queries, prefix_cache_hits: prompt tokens looked up for sequences computed here, and found.
+        num_prompt_tokens: prompt tokens of sequences computed here, cached ones included.
+        num_imported_tokens: prompt tokens whose KV another worker computed.
+        num_generation_tokens: output tokens chosen here.
+        num_steps: steps that computed something.
+        has_work: a step is under way or due; an engine whose sequences all wait for blocks has none.
+        last_step_ended_s: on the engine's monotonic clock; when the engine last left idleness, if that is later.
+        longest_recent_step_s: of the latest 64 steps.
+        failure: why the engine cannot go on; None while it lives.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_deferred: int = 0
+    num_importing: int = 0
+    queued_tokens: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    held_blocks: int = 0
+    num_holds: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_prompt_tokens: int = 0
+    num_imported_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+    has_work: bool = False
+    last_step_ended_s: float = 0.0
+    longest_recent_step_s: float = 0.0
+    failure: str | None = None
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the blocks in use or promised, 0 to 1."""
+        return 1 - self.free_blocks / self.total_blocks if self.total_blocks else 0.0
+
+
+class EngineMeter:
+    """Counts what an engine does; written by the engine's thread only.
+
+    Args:
+        now_s: the moment of the engine's start, on its clock.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self.prefix_cache_queries = 0
+        self.prefix_cache_hits = 0
+        self.num_prompt_tokens = 0
+        self.num_imported_tokens = 0
+        self.num_generation_tokens = 0
+        self.num_steps = 0
+        self.has_work = False
+        self.last_step_ended_s = now_s
+        self.failure: str | None = None
+        self._step_started_s = now_s
+        self._recent_steps_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
+        self._iteration_tokens: deque[int] = deque(maxlen=NUM_KEPT_ITERATIONS)
+
+    @property
+    def longest_recent_step_s(self) -> float:
+        return max(self._recent_steps_s, default=0.0)
+
+    def start_step(self, now_s: float) -> None:
+        if not self.has_work:
+            self.has_work = True
+            self.last_step_ended_s = now_s
+        self._step_started_s = now_s
+
+    def end_step(self, now_s: float, *, num_tokens: int) -> None:
+        self.last_step_ended_s = now_s
+        self.num_steps += 1
+        self._recent_steps_s.append(now_s - self._step_started_s)
+        self._iteration_tokens.append(num_tokens)
+
+    def rest(self) -> None:
+        """Nothing can be computed now."""
+        self.has_work = False
+
+    def take_iteration_tokens(self) -> tuple[int, ...]:
+        """Tokens of each step since the last call, the newest 4,096. May be called from another thread."""
+        taken: list[int] = []
+        while True:
+            try:
+                taken.append(self._iteration_tokens.popleft())
+            except IndexError:
+                return tuple(taken)
