@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from weir.cluster.connection import RedisConnection
+from weir.cluster.kv_publisher import KvIndexPublisher
 from weir.core.block_hash import BlockHash
 from weir.core.kv_layout import KvLayout
 from weir.core.worker import Incarnation, Role, WorkerId, WorkerInfo, WorkerLoad, WorkerState
@@ -59,3 +61,54 @@ async def until(is_true: Callable[[], Any], timeout_s: float = 10.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not is_true():  # noqa: ASYNC110 - another process has no event here
             await asyncio.sleep(0.002)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Events:
+    stored: Sequence[BlockHash] = ()
+    removed: Sequence[BlockHash] = ()
+    cleared: bool = False
+
+
+class Cache:
+    """Stands for an engine's prefix cache: its blocks, and the news of them."""
+
+    def __init__(self, blocks: Sequence[BlockHash] = ()) -> None:
+        self.blocks = set(blocks)
+        self._news: asyncio.Queue[Events] = asyncio.Queue()
+
+    def change(self, events: Events) -> None:
+        if events.cleared:
+            self.blocks.clear()
+        self.blocks.difference_update(events.removed)
+        self.blocks.update(events.stored)
+        self._news.put_nowait(events)
+
+    async def events(self) -> Events:
+        return await self._news.get()
+
+    async def snapshot(self) -> tuple[BlockHash, ...]:
+        return tuple(self.blocks)
+
+
+def publish(
+    connection: RedisConnection,
+    cache: Cache,
+    worker_id: str = "d1",
+    incarnation: str = "a",
+    ttl_s: float = 60.0,
+    **bounds: int,
+) -> KvIndexPublisher:
+    return KvIndexPublisher(
+        connection,
+        WorkerId(worker_id),
+        Incarnation(incarnation),
+        events=cache.events,
+        snapshot=cache.snapshot,
+        ttl_s=ttl_s,
+        **bounds,
+    )
+
+
+async def says_yes(info: WorkerInfo) -> bool:
+    return True

@@ -39,10 +39,16 @@ def redis_binary() -> str | None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port nobody listens on, and neither on the one 10,000 above it (a cluster node's second)."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 10_000))
+            except (OSError, OverflowError):
+                continue
+            return port
 
 
 def _die_with_parent() -> None:
@@ -209,7 +215,7 @@ def redis_cluster() -> Iterator[tuple[RedisServer, ...]]:
 
 def _is_whole(server: RedisServer) -> bool:
     facts = server.call("CLUSTER", "INFO")
-    return facts["cluster_state"] == "ok" and facts["cluster_known_nodes"] == "3"
+    return b"cluster_state:ok" in facts and b"cluster_known_nodes:3" in facts
 
 
 @pytest.fixture
@@ -224,8 +230,18 @@ def redis_sentinel(
         "sentinel failover-timeout weir 1000",
     ]
     with RedisServer(options, is_sentinel=True) as sentinel:
-        _poll(lambda: len(sentinel.call("SENTINEL", "REPLICAS", "weir")) == 1)
+        sentinel.call("SENTINEL", "DEBUG", "info-period", 100, "publish-period", 100)
+        _poll(lambda: _has_good_replica(sentinel))
         yield sentinel, primary, replica
+
+
+def _has_good_replica(sentinel: RedisServer) -> bool:
+    """True once the sentinel has heard enough of a replica to promote it."""
+    for flat in sentinel.call("SENTINEL", "REPLICAS", "weir"):
+        facts = dict(zip(flat[::2], flat[1::2], strict=True))
+        if facts[b"master-link-status"] == b"ok" and facts[b"flags"] == b"slave":
+            return True
+    return False
 
 
 def _poll(is_done: Any) -> None:
