@@ -191,3 +191,16 @@ def test_described_values_are_plain_text() -> None:
 def test_children_do_not_inherit_our_file() -> None:
     environ = {"WEIR_CONFIG": "x.yaml", "PATH": "/bin", "WEIR_PORT": "1"}
     assert child_environment({"WEIR_PORT": "2"}, environ) == {"PATH": "/bin", "WEIR_PORT": "2"}
+
+
+def test_a_positional_field_takes_the_words_without_a_flag() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Question:
+        text: str | None = setting(None, help="", is_positional=True)
+        depth: int = setting(1, help="")
+
+    def ask(*argv: str) -> Question:
+        return load_config(Question, argv, prog="test", environ={})
+
+    assert ask() == Question()
+    assert ask("what", "is", "it", "--depth", "2") == Question(text="what is it", depth=2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import math
 import os
 import re
@@ -41,14 +42,23 @@ def setting(
     maximum: float | None = None,
     choices: Sequence[Any] | None = None,
     secret: bool = False,
+    is_positional: bool = False,
 ) -> Any:
     """A field of a configuration dataclass; without a default it must be given.
 
     Args:
         minimum, maximum: limits of a number, both allowed values themselves.
         secret: never logged nor named in a message; the variable `WEIR_X_FILE` may name a file that holds it.
+        is_positional: given by words that follow no flag, joined by blanks.
     """
-    metadata = {"help": help, "minimum": minimum, "maximum": maximum, "choices": choices, "secret": secret}
+    metadata = {
+        "help": help,
+        "minimum": minimum,
+        "maximum": maximum,
+        "choices": choices,
+        "secret": secret,
+        "is_positional": is_positional,
+    }
     return dataclasses.field(default=default, metadata=metadata, kw_only=True)
 
 
@@ -71,7 +81,7 @@ def load_config(
     """
     environ = os.environ if environ is None else environ
     fields = _fields_of(cls)
-    flags = _parse_flags(fields, argv, prog=prog, description=(cls.__doc__ or "").strip())
+    flags = _parse_flags(fields, argv, prog=prog, description=inspect.getdoc(cls) or "")
     config_path = flags.pop("config", None) or environ.get(f"{ENV_PREFIX}CONFIG") or None
     from_file = _read_file(Path(config_path), fields) if config_path else {}
     values: dict[str, Any] = {}
@@ -121,6 +131,7 @@ class _Field:
     maximum: float | None
     choices: tuple[Any, ...] | None
     is_secret: bool
+    is_positional: bool
 
     @property
     def flag(self) -> str:
@@ -194,6 +205,7 @@ def _fields_of(cls: type[Any]) -> dict[str, _Field]:
             maximum=field.metadata.get("maximum"),
             choices=tuple(choices) if choices is not None else None,
             is_secret=bool(field.metadata.get("secret")),
+            is_positional=bool(field.metadata.get("is_positional")),
         )
     return found
 
@@ -235,7 +247,7 @@ class _Parser(argparse.ArgumentParser):
 def _parse_flags(
     fields: Mapping[str, _Field], argv: Sequence[str] | None, *, prog: str, description: str
 ) -> dict[str, str]:
-    """Raw text of the flags that were given, by field name; a repeated tuple flag is joined with commas."""
+    """Raw text of the flags that were given, by field name; what came in pieces is joined."""
     parser = _Parser(
         prog=prog,
         description=description,
@@ -246,7 +258,9 @@ def _parse_flags(
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings by name [WEIR_CONFIG]")
     for field in fields.values():
         text = _help_text(field)
-        if field.type is bool:
+        if field.is_positional:
+            parser.add_argument(field.name, nargs="*", metavar=field.name.upper(), help=text)
+        elif field.type is bool:
             parser.add_argument(field.flag, dest=field.name, nargs="?", const="true", metavar="BOOL", help=text)
             off = "--no-" + field.name.replace("_", "-")
             parser.add_argument(off, dest=field.name, action="store_const", const="false", help=argparse.SUPPRESS)
@@ -256,7 +270,12 @@ def _parse_flags(
             metavar = getattr(field.type, "__name__", "value").upper()
             parser.add_argument(field.flag, dest=field.name, metavar=metavar, help=text)
     given = vars(parser.parse_args(argv))
-    return {name: ",".join(value) if isinstance(value, list) else value for name, value in given.items()}
+    joined: dict[str, str] = {}
+    for name, value in given.items():
+        if isinstance(value, list):
+            value = (" " if fields[name].is_positional else ",").join(value)
+        joined[name] = value
+    return joined
 
 
 def _help_text(field: _Field) -> str:

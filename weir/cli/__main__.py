@@ -1,0 +1,74 @@
+"""`weir COMMAND ...`: finds the command and turns what it refuses into one line and an exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from weir import __version__
+from weir.core.errors import WeirError, find_error
+
+USAGE = """\
+usage: weir COMMAND [OPTIONS]
+
+  up       serve a model on this machine: prefill, decode and gateway
+  chat     talk to a running gateway
+  model    pull, list and inspect models
+
+weir COMMAND --help says more; weir --version prints the version.
+"""
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+
+def _up(argv: Sequence[str]) -> int:
+    from weir.cli.up import up
+
+    return up(argv)
+
+
+def _chat(argv: Sequence[str]) -> int:
+    from weir.cli.chat import chat
+
+    return chat(argv)
+
+
+def _model(argv: Sequence[str]) -> int:
+    from weir.cli.model import model
+
+    return model(argv)
+
+
+# Each loads its own module, so that `weir --version` costs nothing.
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"up": _up, "chat": _chat, "model": _model}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code: 2 for what the user can put right, 1 for what failed."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = arguments[0] if arguments else "--help"
+    if name in ("--version", "-V"):
+        print(f"weir {__version__}")
+        return 0
+    if name in ("--help", "-h", "help"):
+        print(USAGE, end="")
+        return 0
+    command = COMMANDS.get(name)
+    if command is None:
+        print(f"weir: there is no command {name!r}\n\n{USAGE}", end="", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        return command(arguments[1:])
+    except KeyboardInterrupt:
+        return 130
+    except (WeirError, ExceptionGroup) as exc:
+        error = find_error(exc, WeirError)
+        if error is None:
+            raise
+        print(f"weir {name}: {error.message}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

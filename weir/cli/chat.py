@@ -1,0 +1,156 @@
+"""`weir chat`: a conversation with a running gateway, streamed.
+
+Ctrl-C stops an answer, Ctrl-D ends the conversation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from weir.core.errors import UnavailableError, WeirError
+from weir.runtime.config import load_config, setting
+
+CONNECT_TIMEOUT_S = 5.0
+SILENCE_TIMEOUT_S = 60.0
+"""The gateway sends a comment line every 15 s at least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig:
+    """Talk to a running gateway."""
+
+    question: str | None = setting(
+        None, help="one question, answered once; none starts a conversation", is_positional=True
+    )
+    url: str = setting("http://127.0.0.1:8000", help="the gateway")
+    api_key: str | None = setting(None, help="key of the gateway, where it asks for one", secret=True)
+    system: str | None = setting(None, help="instruction before the first message")
+    model: str | None = setting(None, help="which model; none takes the gateway's first")
+    max_tokens: int = setting(512, help="longest answer, in tokens", minimum=1)
+    temperature: float = setting(0.7, help="0 always takes the likeliest token", minimum=0)
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The messages so far; an answer that failed leaves no trace in it."""
+
+    client: httpx.Client
+    config: ChatConfig
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.config.system:
+            self.messages.append({"role": "system", "content": self.config.system})
+
+    def ask(self, question: str) -> Generator[str, None, None]:
+        """Pieces of the answer as they come. What was received when the reader leaves stays in the conversation.
+
+        Raises:
+            WeirError: the gateway's own words.
+            UnavailableError: there is no gateway.
+        """
+        self.messages.append({"role": "user", "content": question})
+        pieces: list[str] = []
+        try:
+            for piece in self._stream():
+                pieces.append(piece)
+                yield piece
+        finally:
+            if pieces:
+                self.messages.append({"role": "assistant", "content": "".join(pieces)})
+            else:
+                self.messages.pop()
+
+    def _stream(self) -> Iterator[str]:
+        body: dict[str, Any] = {
+            "messages": self.messages,
+            "stream": True,
+            "max_tokens": self.config.max_tokens,
+            "temperature": self.config.temperature,
+        }
+        if self.config.model:
+            body["model"] = self.config.model
+        try:
+            with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    response.read()
+                    raise _refusal(response)
+                for line in response.iter_lines():
+                    if line.startswith("data: ") and line != "data: [DONE]":
+                        yield from _text_of(json.loads(line.removeprefix("data: ")))
+        except httpx.TransportError as exc:
+            raise UnavailableError(f"no gateway answers at {self.config.url}: {exc}; start one with `weir up`") from exc
+
+
+def chat(argv: Sequence[str]) -> int:
+    """One answer when a question is given, else a conversation; returns the exit code.
+
+    Raises:
+        WeirError: a setting is wrong or, with a question, there is no answer.
+    """
+    config = load_config(ChatConfig, argv, prog="weir chat")
+    headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+    timeout = httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+    with httpx.Client(base_url=config.url, headers=headers, timeout=timeout, trust_env=False) as client:
+        conversation = Conversation(client, config)
+        if config.question is not None:
+            _print_answer(conversation, config.question)
+        else:
+            _converse(conversation)
+    return 0
+
+
+def _converse(conversation: Conversation) -> None:
+    """Until the end of the input; a refusal ends only its answer."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - gives input() its editing keys
+        print("Ctrl-C stops an answer, Ctrl-D ends the conversation.")
+    while True:
+        try:
+            question = input("> " if is_terminal else "").strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            print()
+            continue
+        if not question:
+            continue
+        try:
+            _print_answer(conversation, question)
+        except KeyboardInterrupt:
+            print(" [stopped]")
+        except WeirError as exc:
+            print(f"weir chat: {exc.message}", file=sys.stderr)
+
+
+def _print_answer(conversation: Conversation, question: str) -> None:
+    with contextlib.closing(conversation.ask(question)) as pieces:
+        for piece in pieces:
+            print(piece, end="", flush=True)
+    print()
+
+
+def _text_of(event: dict[str, Any]) -> Iterator[str]:
+    if "error" in event:
+        raise UnavailableError(str(event["error"].get("message", event["error"])))
+    for choice in event.get("choices", ()):
+        text = choice.get("delta", {}).get("content")
+        if text:
+            yield text
+
+
+def _refusal(response: httpx.Response) -> WeirError:
+    try:
+        message = str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = response.text[:200]
+    return UnavailableError(f"{message} (HTTP {response.status_code})")

@@ -1,0 +1,66 @@
+"""Getting a model ready, in a process of its own: that takes torch, which the command line never imports."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from weir.cli.supervisor import die_with_parent
+from weir.core.errors import ModelLoadError
+from weir.runtime.config import child_environment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedModel:
+    model_dir: Path
+    name: str
+
+
+async def prepare_model(
+    source: str, *, home: Path, progress: Callable[[str], None], name: str | None = None
+) -> PreparedModel:
+    """Run `python -m weir.engine.prepare`; a model that is prepared already takes a fraction of a second.
+
+    Args:
+        source: a path, `hf:org/name`, or a known name.
+        progress: told each line of what goes on.
+
+    Raises:
+        ModelLoadError: in the words of the process.
+    """
+    argv = [sys.executable, "-m", "weir.engine.prepare", source, "--home", str(home)]
+    process = await asyncio.create_subprocess_exec(
+        *argv,
+        *(("--name", name) if name else ()),
+        env=child_environment({"PYTHONPATH": python_path()}),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        preexec_fn=die_with_parent,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    last = ""
+    try:
+        async for raw in process.stderr:
+            # A progress bar rewrites its line; only the newest state of it is news.
+            last = raw.decode(errors="replace").rstrip().rpartition("\r")[2] or last
+            progress(last)
+        answer = await process.stdout.read()
+        exit_code = await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if exit_code != 0:
+        raise ModelLoadError(last.removeprefix("error: ") or f"model: {source} could not be prepared")
+    fields = json.loads(answer)
+    return PreparedModel(model_dir=Path(fields["model_dir"]), name=fields["name"])
+
+
+def python_path() -> str:
+    """Lets a child import Weir from where this process did, whatever its working directory."""
+    return str(Path(__file__).resolve().parents[2])

@@ -1,0 +1,80 @@
+"""Is it up? One short question to a process on this machine; never raises."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from weir.core.errors import ConfigError
+
+TIMEOUT_S = 1.0
+
+Probe = Callable[[], Awaitable[bool]]
+
+
+def http_probe(host: str, port: int, path: str = "/ready") -> Probe:
+    """Whether a GET answers 200."""
+
+    async def probe() -> bool:
+        request = f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
+        return (await _ask(lambda: asyncio.open_connection(host, port), request)).split(b" ")[1:2] == [b"200"]
+
+    return probe
+
+
+def redis_probe(socket_path: Path) -> Probe:
+    """Whether a Redis answers on a Unix socket."""
+
+    async def probe() -> bool:
+        return (await _ask(lambda: asyncio.open_unix_connection(socket_path), b"PING\r\n")).startswith(b"+PONG")
+
+    return probe
+
+
+async def _ask(
+    connect: Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]], question: bytes
+) -> bytes:
+    """The first line of the answer, empty for none."""
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            reader, writer = await connect()
+            try:
+                writer.write(question)
+                return await reader.readline()
+            finally:
+                writer.close()
+    except (OSError, TimeoutError, ValueError):
+        return b""
+
+
+def check_port_free(host: str, port: int, setting: str) -> None:
+    """Raises ConfigError, naming the setting, when somebody listens there or the host is not ours."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as exc:
+        flag = "--" + setting.replace("_", "-")
+        if exc.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"{setting}: {port} is in use on {host}; choose another with {flag}", param=setting
+            ) from exc
+        reason = exc.strerror or exc
+        raise ConfigError(f"{setting}: cannot listen on {host}:{port}: {reason}", param=setting) from exc
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that nobody listens on now; they stay different from each other."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()

@@ -1,0 +1,122 @@
+"""`weir up`: a whole cluster on this machine from one command, until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Sequence
+
+import uvloop
+
+from weir.cli.local_cluster import LocalCluster
+from weir.cli.preparation import PreparedModel, prepare_model
+from weir.cli.probes import check_port_free
+from weir.cli.progress import Progress
+from weir.cli.run_directory import RunDirectory
+from weir.cli.supervisor import Supervisor
+from weir.cli.up_config import UpConfig
+from weir.runtime.config import load_config
+
+STOP_MARGIN_S = 5.0
+"""Beyond the drain time that a service keeps itself."""
+
+
+def up(argv: Sequence[str]) -> int:
+    """Serve until told to stop; returns the exit code.
+
+    Raises:
+        WeirError: a busy port, a missing model, a setting that a service refuses, a service that never gets ready.
+    """
+    config = load_config(UpConfig, argv, prog="weir up")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(config))
+    return 0
+
+
+async def _serve(config: UpConfig) -> None:
+    check_port_free(config.host, config.port, "port")
+    check_port_free(config.host, config.grpc_port, "grpc_port")
+    run = RunDirectory.create(config.home.expanduser().resolve())
+    progress = Progress()
+    cluster = LocalCluster.create(config, run)
+    stopping = asyncio.Event()
+    try:
+        async with Supervisor(progress.changed) as supervisor:
+            _handle_signals(stopping, supervisor, progress)
+            async with asyncio.TaskGroup() as group:
+                starting = group.create_task(_start(cluster, supervisor, progress))
+                await _until_done_or(stopping, starting)
+            if not stopping.is_set():
+                await stopping.wait()
+            await _stop(supervisor, config.drain_s + STOP_MARGIN_S)
+    finally:
+        run.remove_sockets()
+    progress.say("weir: stopped")
+
+
+async def _start(cluster: LocalCluster, supervisor: Supervisor, progress: Progress) -> None:
+    """Returns when the cluster serves; says so."""
+    config = cluster.config
+    with progress:
+        progress.say(f"weir: starting; logs in {cluster.run.path}")
+        redis = None if config.redis else supervisor.start(cluster.redis())
+        model = await prepare_model(config.model, home=config.home.expanduser(), progress=progress.working)
+        progress.working("")
+        if redis is not None:
+            await redis.was_ready.wait()
+        processes = [supervisor.start(spec) for spec in (*cluster.workers(model), cluster.gateway(model))]
+        for process in processes:
+            await process.was_ready.wait()
+        elapsed_s = progress.elapsed_s
+    for line in _ready_lines(config, model, elapsed_s):
+        progress.say(line)
+
+
+async def _until_done_or(stopping: asyncio.Event, task: asyncio.Task[None]) -> None:
+    """Wait for `task`, or cancel it once `stopping` is set."""
+    async with asyncio.TaskGroup() as group:
+        cancelling = group.create_task(_cancel_on(stopping, task))
+        await asyncio.wait([task])
+        cancelling.cancel()
+
+
+async def _cancel_on(event: asyncio.Event, task: asyncio.Task[None]) -> None:
+    await event.wait()
+    task.cancel()
+
+
+async def _stop(supervisor: Supervisor, timeout_s: float) -> None:
+    """The gateway first, so that what it has in flight can finish; then the workers; Redis last."""
+    for role in ("gateway", "decode", "prefill", "redis"):
+        async with asyncio.TaskGroup() as group:
+            for process in supervisor.processes:
+                if process.spec.name.partition("-")[0] == role:
+                    group.create_task(process.stop(timeout_s))
+
+
+def _handle_signals(stopping: asyncio.Event, supervisor: Supervisor, progress: Progress) -> None:
+    """The first signal drains, the second ends everything at once."""
+
+    def on_signal(number: signal.Signals) -> None:
+        if stopping.is_set():
+            supervisor.kill_all()
+            os._exit(128 + number)
+        progress.say("\nweir: stopping; running requests may finish (once more ends them)")
+        stopping.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+
+
+def _ready_lines(config: UpConfig, model: PreparedModel, elapsed_s: float) -> list[str]:
+    body = json.dumps({"model": model.name, "messages": [{"role": "user", "content": "What is a weir?"}]})
+    return [
+        f"weir: ready after {elapsed_s:.1f} s: {model.name} on {config.url}, gRPC on port {config.grpc_port}; "
+        f"{config.num_prefill} prefill, {config.decode} decode",
+        "",
+        f"  curl {config.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+        "",
+        "  `weir chat` talks to it; Ctrl-C here stops it",
+    ]

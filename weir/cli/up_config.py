@@ -1,0 +1,44 @@
+"""The settings of `weir up`. What is not here reaches the services through their own `WEIR_` variables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from weir.runtime.config import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpConfig:
+    """Serve one model on this machine: a Redis-compatible server, prefill and decode workers, and the gateway.
+
+    Settings of the services go to them through their own variables, such as WEIR_MAX_NUM_SEQS.
+    """
+
+    model: str = setting("smollm2", help="a directory, a .gguf file, hf:org/name, or a known name")
+    prefill: int = setting(1, help="prefill workers", minimum=0, maximum=64)
+    decode: int = setting(1, help="decode workers", minimum=1, maximum=64)
+    aggregated: bool = setting(False, help="no prefill workers: each decode worker does both")
+    redis: str | None = setting(None, help="URL of a running Redis or Valkey; none starts an embedded one")
+    host: str = setting("127.0.0.1", help="address of the gateway")
+    port: int = setting(8000, help="HTTP port of the gateway", minimum=1, maximum=65535)
+    grpc_port: int = setting(8001, help="gRPC port of the gateway", minimum=1, maximum=65535)
+    block_size: int = setting(16, help="tokens in a KV block", minimum=1, maximum=4096)
+    max_model_len: int | None = setting(None, help="longest sequence; none takes the model's own", minimum=1)
+    kv_cache_memory_bytes: int | None = setting(None, help="memory of each worker's KV pool", minimum=1)
+    drain_s: float = setting(30.0, help="how long running requests may go on after Ctrl-C", minimum=0)
+    home: Path = setting(Path("~/.cache/weir"), help="where models and logs are kept")
+
+    @property
+    def num_prefill(self) -> int:
+        return 0 if self.aggregated else self.prefill
+
+    @property
+    def reachable_host(self) -> str:
+        """Where this machine itself finds the gateway."""
+        return "127.0.0.1" if self.host in ("0.0.0.0", "", "::") else self.host
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.reachable_host}]" if ":" in self.reachable_host else self.reachable_host
+        return f"http://{host}:{self.port}"
