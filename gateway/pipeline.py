@@ -33,6 +33,7 @@ from gateway.worker_protocols import WorkerClients
 from weir.core.block_hash import BlockHash, hash_blocks, root_hash
 from weir.core.deadline import Deadline
 from weir.core.errors import (
+    ConflictError,
     DeadlineExceededError,
     HopFailedError,
     NoWorkerError,
@@ -269,8 +270,7 @@ class _PromptRun:
         choice = attempt.choice
         while not choice.is_ended:
             try:
-                with tracer().start_as_current_span("decode"):
-                    await self._carry_out(attempt)
+                await self._carry_out(attempt)
             finally:
                 attempt.close()
             if attempt.error is not None and not choice.is_ended:
@@ -313,7 +313,8 @@ class _PromptRun:
     async def _redispatch(self, failed: Attempt, error: WeirError) -> Attempt:
         """The next epoch, from the tokens that were sent. Raises `error` when trying again is of no use."""
         choice = failed.choice
-        is_worth_it = isinstance(error, (HopFailedError, UnavailableError, OverloadedError))
+        # A conflict: the attempt before has not ended on that worker yet.
+        is_worth_it = isinstance(error, (HopFailedError, UnavailableError, OverloadedError, ConflictError))
         if not is_worth_it or choice.epoch + 1 >= self._settings.max_dispatches:
             raise error
         logger.warning(

@@ -16,7 +16,6 @@ from gateway.worker_protocols import PrefillChoice, PrefillClient, PrefillResult
 from weir.core.errors import HandoffLostError, HopFailedError, WeirError
 from weir.core.request import SequenceRequest
 from weir.core.worker import Incarnation, WorkerInfo
-from weir.runtime.tracing import tracer
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +94,7 @@ class PrefillCall:
 
     async def _run(self, request: SequenceRequest, choices: tuple[PrefillChoice, ...]) -> None:
         try:
-            with tracer().start_as_current_span("prefill"):
-                result = await self._client.prefill(request, choices)
+            result = await self._client.prefill(request, choices)
         except WeirError as error:
             for attempt in tuple(self._attempts):
                 attempt.on_prefill_failed(error)
