@@ -28,6 +28,7 @@ from weir.core.errors import (
     DeadlineExceededError,
     HopFailedError,
     RequestCancelledError,
+    TransferProtocolError,
     WeirError,
     WorkerLostError,
     WrongIncarnationError,
@@ -251,8 +252,8 @@ class _Fetch:
             failure: HopFailedError
             try:
                 link = await pooled.get()
-            except WorkerLostError as error:
-                failure = error
+            except (WorkerLostError, TransferProtocolError) as error:
+                failure = error  # what else a handshake ends with will not change
             else:
                 self._check_incarnation(link.connection)
                 await self._carry(link)
