@@ -31,8 +31,7 @@ class RunDirectory:
         parent.mkdir(parents=True, exist_ok=True)
         for old in sorted(entry for entry in parent.iterdir() if entry.is_dir())[:-NUM_KEPT]:
             shutil.rmtree(old, ignore_errors=True)
-        path = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        path.mkdir(mode=0o700)
+        path = Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=parent))
         is_short = len(os.fsencode(path)) <= MAX_SOCKET_DIR_CHARS
         return cls(path=path, sockets=path if is_short else Path(tempfile.mkdtemp(prefix="weir-")))
 

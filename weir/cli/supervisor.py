@@ -199,7 +199,7 @@ class Supervisor:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Raises the first refusal of a process, alone and not in a group."""
+        """Raises the first refusal of a process, or what the body raised, alone and not in a group."""
         for process in self.processes:
             process._stop_requested.set()
         self.kill_all()
@@ -207,9 +207,10 @@ class Supervisor:
             await self._group.__aexit__(exc_type, exc, traceback)
         except BaseExceptionGroup as group:
             refusal = next((error for error in group.exceptions if isinstance(error, WeirError)), None)
-            if refusal is None:
+            if refusal is not None:
+                raise refusal from group
+            if group.exceptions != (exc,):
                 raise
-            raise refusal from group
 
     def start(self, spec: ProcessSpec) -> SupervisedProcess:
         process = SupervisedProcess(spec, self._on_change, self._clock)
