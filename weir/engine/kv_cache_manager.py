@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from weir.core.block_hash import BlockHash
 from weir.engine.block_pool import BlockPool
 from weir.engine.sequence import Sequence
 
@@ -130,17 +129,15 @@ class KvCacheManager:
         sequence.num_published_blocks = len(sequence.block_ids)
         sequence.block_ids.extend(self.pool.allocate(num_new - len(late)))
 
-    def publish(self, sequence: Sequence) -> list[BlockHash]:
-        """Make the blocks that `num_computed_tokens` has filled findable; returns their hashes, in order."""
+    def publish(self, sequence: Sequence) -> None:
+        """Make the blocks that `num_computed_tokens` has filled findable."""
         num_full = sequence.num_computed_tokens // self.block_size
         if not self.enable_prefix_caching or num_full <= sequence.num_published_blocks:
-            return []
+            return
         sequence.extend_hashes(self.block_size)
-        new = range(sequence.num_published_blocks, num_full)
-        for index in new:
+        for index in range(sequence.num_published_blocks, num_full):
             self.pool.publish(sequence.block_ids[index], sequence.block_hashes[index])
         sequence.num_published_blocks = num_full
-        return sequence.block_hashes[new.start : new.stop]
 
     def release(self, sequence: Sequence) -> None:
         """Take back the table and the promise of a sequence that ends or starts over. Its holds stay."""

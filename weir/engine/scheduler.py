@@ -10,7 +10,6 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 from weir.core.block_hash import BlockHash
-from weir.engine.in_flight_prefixes import InFlightPrefixes
 from weir.engine.kv_cache_manager import KvCacheManager
 from weir.engine.sequence import Sequence, SequenceState
 from weir.engine.sequence_queue import SequenceQueue
@@ -40,6 +39,9 @@ class Schedule:
 class Scheduler:
     """First come, first served within a priority; decodes first, then prompts under way, then waiting ones.
 
+    A waiting sequence whose next block is being filled in this very step waits for the next one and finds it cached: so
+    a prefix that many share is computed once, and nobody waits for work that does not move.
+
     A sequence gets the blocks of all its known tokens when it is admitted, so only decoding can run out of blocks. Then
     the least urgent, newest sequence is preempted: it loses its blocks, keeps its tokens and is recomputed later. A
     prefill that serves a hand-off never grows, so it is never preempted; neither is a claim or an import.
@@ -47,6 +49,10 @@ class Scheduler:
     Args:
         max_num_seqs: most sequences with a seat; running ones, claims and imports have one.
         max_num_batched_tokens: most tokens of a step.
+
+    Attributes:
+        num_preemptions: so far.
+        num_deferred: waiting sequences that the latest step put off for a prefix that it computes.
     """
 
     def __init__(self, cache: KvCacheManager, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -54,11 +60,11 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._waiting = SequenceQueue(lambda sequence: sequence.sort_key)
-        self._prefixes = InFlightPrefixes()
         self._running: list[Sequence] = []
         self._importing: dict[str, Sequence] = {}
         self._num_waiting_tokens = 0
         self.num_preemptions = 0
+        self.num_deferred = 0
 
     @property
     def num_running(self) -> int:
@@ -66,12 +72,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + self._prefixes.num_parked
-
-    @property
-    def num_deferred(self) -> int:
-        """Those of them that wait for a prefix which another sequence computes."""
-        return self._prefixes.num_parked
+        return len(self._waiting)
 
     @property
     def num_importing(self) -> int:
@@ -131,10 +132,7 @@ class Scheduler:
         match sequence.state:
             case SequenceState.WAITING:
                 self._num_waiting_tokens -= sequence.num_tokens
-                if sequence.awaited_hash is not None:
-                    self._prefixes.unpark(sequence)
-                else:
-                    self._waiting.discard(sequence)
+                self._waiting.discard(sequence)
             case SequenceState.RUNNING:
                 self._stop(sequence)
             case SequenceState.CLAIMED | SequenceState.IMPORTING:
@@ -162,18 +160,13 @@ class Scheduler:
             if sequence.num_uncomputed_tokens > 1:
                 chunks.append(self._chunk(sequence, budget))
                 budget -= chunks[-1].num_tokens
-        admitted: list[Sequence] = []
-        while budget > 0 and (newcomer := self._admit_next()) is not None:
-            admitted.append(newcomer)
-            chunks.append(self._chunk(newcomer, budget))
-            budget -= chunks[-1].num_tokens
+        admitted = self._admit(budget, chunks)
         return Schedule(chunks=tuple(chunks), admitted=tuple(admitted))
 
     def advance(self, chunk: ScheduledChunk) -> None:
-        """The chunk's KV has been computed: count it, publish the blocks it filled, wake who waited for them."""
-        sequence = chunk.sequence
-        sequence.num_computed_tokens += chunk.num_tokens
-        self._wake(sequence, self._cache.publish(sequence))
+        """The chunk's KV has been computed: count it and publish the blocks that it filled."""
+        chunk.sequence.num_computed_tokens += chunk.num_tokens
+        self._cache.publish(chunk.sequence)
 
     def check_integrity(self) -> None:
         """Raises AssertionError: says which law is broken."""
@@ -182,7 +175,6 @@ class Scheduler:
             assert 0 <= sequence.num_computed_tokens < sequence.num_tokens, f"{sequence.sequence_id} has nothing to do"
         assert self._running == sorted(self._running, key=lambda s: s.sort_key), "running sequences are out of order"
         assert self._num_seated <= self._max_num_seqs, "more sequences have a seat than may"
-        self._prefixes.check_integrity(self._running)
         seated = {s.sequence_id for s in (*self._running, *self._importing.values())}
         for owner in self._cache.owners():
             assert owner.sequence_id in seated or owner.state is SequenceState.ABANDONED, (
@@ -196,38 +188,45 @@ class Scheduler:
     def _num_seated(self) -> int:
         return len(self._running) + len(self._importing)
 
-    def _admit_next(self) -> Sequence | None:
-        """Give the most urgent waiting sequence a seat and its blocks; None when it can't have them now."""
-        for _ in range(self._max_num_seqs):  # Bounds how many are parked in one step.
+    def _admit(self, budget: int, chunks: list[ScheduledChunk]) -> list[Sequence]:
+        """Give waiting sequences seats and blocks while there are any, and add their chunks."""
+        filling = {block_hash for chunk in chunks for block_hash in self._filled_by(chunk)}
+        admitted: list[Sequence] = []
+        deferred: list[Sequence] = []
+        for _ in range(self._max_num_seqs):  # Also bounds how many are looked at in vain.
             sequence = self._waiting.find_first()
-            if sequence is None or self._num_seated >= self._max_num_seqs:
-                return None
+            if sequence is None or budget == 0 or self._num_seated >= self._max_num_seqs:
+                break
             # The last known token is always computed: its logits choose the next one.
             max_tokens = sequence.num_tokens - 1
             match = self._cache.match(sequence, max_tokens=max_tokens)
-            awaited = self._find_awaited(sequence, len(match.block_ids), max_tokens)
-            if awaited is not None:
+            missing = sequence.block_hashes[len(match.block_ids) : max_tokens // self._cache.block_size]
+            if missing and missing[0] in filling and not sequence.wants_prompt_logprobs:
                 self._waiting.discard(sequence)
-                self._prefixes.park(sequence, awaited)
+                deferred.append(sequence)
                 continue
             keep_watermark = self._num_seated > 0 and not sequence.is_prefill_only
             if not self._cache.allocate(sequence, match, keep_watermark=keep_watermark):
-                return None
+                break
             self._waiting.discard(sequence)
             self._num_waiting_tokens -= sequence.num_tokens
             if sequence.num_cached_tokens is None:
                 sequence.num_cached_tokens = match.num_tokens
-            self._prefixes.begin(sequence)
             self._run(sequence)
-            return sequence
-        return None
+            admitted.append(sequence)
+            chunks.append(self._chunk(sequence, budget))
+            budget -= chunks[-1].num_tokens
+            filling.update(self._filled_by(chunks[-1]))
+        for sequence in deferred:
+            self._waiting.push(sequence)
+        self.num_deferred = len(deferred)
+        return admitted
 
-    def _find_awaited(self, sequence: Sequence, num_matched_blocks: int, max_tokens: int) -> BlockHash | None:
-        if not self._cache.enable_prefix_caching or sequence.wants_prompt_logprobs:
-            return None
-        return self._prefixes.find_awaited(
-            sequence, first_block=num_matched_blocks, num_blocks=max_tokens // self._cache.block_size
-        )
+    def _filled_by(self, chunk: ScheduledChunk) -> list[BlockHash]:
+        """Hashes of the prompt blocks that the chunk will make full."""
+        first = chunk.sequence.num_computed_tokens
+        size = self._cache.block_size
+        return chunk.sequence.block_hashes[first // size : (first + chunk.num_tokens) // size]
 
     def _grow(self, sequence: Sequence) -> bool:
         """Get the block for the next token, from less urgent sequences if need be; False if that was this one."""
@@ -249,12 +248,7 @@ class Scheduler:
         index = bisect_left(self._running, sequence.sort_key, key=lambda s: s.sort_key)
         assert self._running[index] is sequence
         del self._running[index]
-        self._wake(sequence, sequence.block_hashes[sequence.num_published_blocks :])
         self._cache.release(sequence)
-
-    def _wake(self, sequence: Sequence, block_hashes: list[BlockHash]) -> None:
-        for waiter in self._prefixes.end(sequence, block_hashes):
-            self._waiting.push(waiter)
 
     @staticmethod
     def _chunk(sequence: Sequence, budget: int) -> ScheduledChunk:

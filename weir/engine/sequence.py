@@ -67,7 +67,6 @@ class Sequence:
         output_counts: how often each token occurs in the output, resumed output included.
         num_prompt_logprobs: prompt positions whose log-probabilities are known; a preemption forgets none.
         prompt_logprobs: those of them that have not been delivered.
-        awaited_hash: the block that another sequence computes and this one waits for.
         error: why an ABANDONED sequence ended.
     """
 
@@ -75,7 +74,6 @@ class Sequence:
         "admitted_s",
         "arrival",
         "arrived_s",
-        "awaited_hash",
         "block_hashes",
         "block_ids",
         "choices",
@@ -134,7 +132,6 @@ class Sequence:
         self.block_hashes: list[BlockHash] = []
         self.num_published_blocks = 0
         self.num_claimed_blocks = 0
-        self.awaited_hash: BlockHash | None = None
 
     @property
     def sequence_id(self) -> str:

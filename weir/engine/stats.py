@@ -15,7 +15,8 @@ class EngineStats:
 
     Attributes:
         num_running: sequences with a seat that compute.
-        num_waiting: sequences that wait to be admitted, `num_deferred` of them for a prefix that another computes.
+        num_waiting: sequences that wait to be admitted.
+        num_deferred: those that the latest step put off for a prefix that it computed.
         num_importing: claims and imports; they have seats too.
         queued_tokens: tokens known and not computed yet.
         free_blocks: blocks that are neither referenced nor promised.
