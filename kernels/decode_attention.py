@@ -16,6 +16,7 @@ import torch
 from kernels.gather_kv_cache import gather_kv_cache
 
 _MAX_PADDING = 1.25
+_MAX_RUN = 8
 
 
 def decode_attention_reference(
@@ -28,7 +29,8 @@ def decode_attention_reference(
     scale: float,
     sliding_window: int | None = None,
 ) -> torch.Tensor:
-    """Plain torch, float32 inside: neighbours of similar length together, so that padding stays within a quarter."""
+    """Plain torch, float32 inside: a few neighbours of similar length at a time, so that padding stays within a quarter
+    and what was gathered is still in the processor's cache when it is read."""
     num_seqs, num_heads, head_dim = query.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
     grouped = query.float().mul(scale).view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -51,11 +53,11 @@ def decode_attention_reference(
 
 
 def _similar_runs(num_blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Cut the sequences, in order, into runs whose longest is at most a quarter longer than their shortest."""
+    """Cut the sequences, in order, into short runs whose longest is at most a quarter longer than their shortest."""
     start, shortest, longest = 0, num_blocks[0], num_blocks[0]
     for index, count in enumerate(num_blocks):
         shortest, longest = min(shortest, count), max(longest, count)
-        if longest > shortest * _MAX_PADDING:
+        if longest > shortest * _MAX_PADDING or index - start == _MAX_RUN:
             yield start, index
             start, shortest, longest = index, count, count
     yield start, len(num_blocks)

@@ -1,0 +1,110 @@
+"""Paged caches for kernel tests, with poison wherever a kernel has no business, and attention the slow, plain way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+NUM_LAYERS = 3
+GUARD_BLOCKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PagedPool:
+    """One layer of a block-major cache whose other layers and guard blocks at both ends are NaN.
+
+    Attributes:
+        whole: [guards + num_blocks + guards, layers, 2, num_kv_heads, block_size, head_dim].
+        keys, values: layer 1 without guards, [num_blocks, num_kv_heads, block_size, head_dim].
+    """
+
+    whole: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def poison_is_untouched(self) -> bool:
+        others = self.whole[:, [0, 2]]
+        guards = torch.cat((self.whole[:GUARD_BLOCKS, 1], self.whole[-GUARD_BLOCKS:, 1]))
+        return bool(others.isnan().all() and guards.isnan().all())
+
+
+def make_pool(
+    num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype = torch.float32
+) -> PagedPool:
+    """An empty layer: zeros in layer 1, NaN elsewhere."""
+    shape = (num_blocks + 2 * GUARD_BLOCKS, NUM_LAYERS, 2, num_kv_heads, block_size, head_dim)
+    whole = torch.full(shape, float("nan"), dtype=dtype)
+    inner = whole[GUARD_BLOCKS : GUARD_BLOCKS + num_blocks, 1]
+    inner.zero_()
+    return PagedPool(whole, inner[:, 0], inner[:, 1])
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Sequences stored in a pool, every slot that is not theirs NaN, and their plain K and V.
+
+    Attributes:
+        block_tables: [num_seqs, max_blocks] int32, padded with the sequence's own first block.
+        keys, values: a sequence each, [length, num_kv_heads, head_dim].
+    """
+
+    pool: PagedPool
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+
+def fill(
+    lengths: list[int], num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype = torch.float32
+) -> Context:
+    """Store random sequences in blocks in random order."""
+    counts = [-(-length // block_size) for length in lengths]
+    pool = make_pool(sum(counts), num_kv_heads, block_size, head_dim, dtype)
+    pool.keys.fill_(float("nan"))
+    pool.values.fill_(float("nan"))
+    free = torch.randperm(sum(counts)).tolist()
+    keys, values, tables = [], [], []
+    for length, count in zip(lengths, counts, strict=True):
+        table = [free.pop() for _ in range(count)]
+        key, value = (torch.randn(length, num_kv_heads, head_dim).to(dtype) for _ in range(2))
+        for position in range(length):
+            block, offset = table[position // block_size], position % block_size
+            pool.keys[block, :, offset] = key[position]
+            pool.values[block, :, offset] = value[position]
+        keys.append(key)
+        values.append(value)
+        tables.append(table + [table[0]] * (max(counts) - count))
+    return Context(
+        pool=pool,
+        block_tables=torch.tensor(tables, dtype=torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        keys=keys,
+        values=values,
+    )
+
+
+def plain_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window: int | None = None
+) -> torch.Tensor:
+    """Attention of the last len(query) positions, one query and one head at a time, in float64."""
+    output = torch.empty(query.shape, dtype=torch.float64)
+    group = query.shape[1] // keys.shape[1]
+    first = len(keys) - len(query)
+    for row in range(len(query)):
+        end = first + row + 1
+        start = 0 if window is None else max(0, end - window)
+        for head in range(query.shape[1]):
+            scores = keys[start:end, head // group].double() @ query[row, head].double() * scale
+            output[row, head] = torch.softmax(scores, 0) @ values[start:end, head // group].double()
+    return output
+
+
+def rms_ratio(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root-mean-square of the difference over that of the expected."""
+    difference = (actual.double() - expected.double()).square().mean().sqrt()
+    return float(difference / expected.double().square().mean().sqrt())
+
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}

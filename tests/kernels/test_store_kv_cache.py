@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.store_kv_cache import store_kv_cache
+from tests.kernels.paged_pool import make_pool
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 256])
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 65])
+def test_every_token_lands_in_its_slot_and_nowhere_else(block_size: int, num_tokens: int) -> None:
+    torch.manual_seed(num_tokens)
+    num_blocks = -(-2 * num_tokens // block_size) + 1
+    pool = make_pool(num_blocks, 2, block_size, 40)
+    slots = torch.randperm(num_blocks * block_size)[:num_tokens]
+    heads = torch.randn(num_tokens, 6, 40)
+    key, value = heads[:, 2:4], heads[:, 4:]
+
+    store_kv_cache(key, value, pool.keys, pool.values, slots)
+
+    expected_keys, expected_values = torch.zeros(pool.keys.shape), torch.zeros(pool.values.shape)
+    for token, slot in enumerate(slots.tolist()):
+        expected_keys[slot // block_size, :, slot % block_size] = key[token]
+        expected_values[slot // block_size, :, slot % block_size] = value[token]
+    assert torch.equal(pool.keys, expected_keys)
+    assert torch.equal(pool.values, expected_values)
+    assert pool.poison_is_untouched()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_smaller_cache_dtype_rounds(dtype: torch.dtype) -> None:
+    pool = make_pool(2, 1, 4, 8, dtype)
+    key, value = torch.randn(3, 1, 8), torch.randn(3, 1, 8)
+    store_kv_cache(key, value, pool.keys, pool.values, torch.tensor([0, 5, 7]))
+    assert torch.equal(pool.keys[1, :, 1], key[1].to(dtype))
+    assert torch.equal(pool.values[1, :, 3], value[2].to(dtype))
