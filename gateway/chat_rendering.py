@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gateway.choices import ChoiceDelta
-from gateway.generation import ChoiceUpdate
 from gateway.logprobs import chat_logprobs, prompt_logprobs
 from gateway.openai_api import ChatCompletionRequest
 from gateway.rendering import Answer, ChunkFrame, Json, text_to_json, usage_fields
@@ -35,14 +34,13 @@ class ChatRendering:
         with_ids = self._request.return_token_ids and index == 0
         return self._frame.chunk(choice, {"prompt_token_ids": self._prompt.token_ids} if with_ids else None)
 
-    def event(self, update: ChoiceUpdate) -> str:
-        delta = update.delta
+    def event(self, delta: ChoiceDelta) -> str:
         if delta.tokens or delta.finish_reason is not None:
-            choice: Json = {"index": update.index, "delta": {"content": delta.text} if delta.text else {}}
+            choice: Json = {"index": delta.index, "delta": {"content": delta.text} if delta.text else {}}
             return self._frame.chunk({**choice, **self._ending(delta)})
         frame = self._frame
         text = text_to_json(delta.text)
-        return f'{frame.choice_head}{update.index},"delta":{{"content":{text}{_PLAIN_END}{frame.tail}'
+        return f'{frame.choice_head}{delta.index},"delta":{{"content":{text}{_PLAIN_END}{frame.tail}'
 
     def usage_event(self) -> str:
         return self._frame.usage_event()
@@ -54,7 +52,7 @@ class ChatRendering:
             "object": KIND,
             "created": answer.created_s,
             "model": answer.model.card.name,
-            "choices": [self._whole_choice(index, delta) for index, delta in enumerate(choices)],
+            "choices": [self._whole_choice(delta) for delta in choices],
             "usage": usage_fields(answer.generation.usage),
         }
         if self._request.return_token_ids:
@@ -63,9 +61,9 @@ class ChatRendering:
             body["prompt_logprobs"] = prompt_logprobs(answer.generation.prompt_logprobs[0], answer.model.tokenizer)
         return body
 
-    def _whole_choice(self, index: int, delta: ChoiceDelta) -> Json:
+    def _whole_choice(self, delta: ChoiceDelta) -> Json:
         message = {"role": "assistant", "content": self._prompt.text + delta.text, "refusal": None}
-        return {"index": index, "message": message, **self._ending(delta)}
+        return {"index": delta.index, "message": message, **self._ending(delta)}
 
     def _ending(self, delta: ChoiceDelta) -> Json:
         """What follows the text in a choice, whole or in a chunk."""

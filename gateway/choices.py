@@ -56,11 +56,13 @@ class ChoiceDelta:
     """What one step adds to a choice.
 
     Attributes:
+        index: of the choice among all of the request's.
         text: whole characters that can't belong to a stop string any more.
         tokens: the tokens whose text has left with this delta or before; empty unless asked for.
         finish_reason: set on the last delta: stop, length or abort.
     """
 
+    index: int
     text: str
     tokens: tuple[ChoiceToken, ...] = ()
     finish_reason: str | None = None
@@ -72,11 +74,11 @@ class ChoiceDelta:
         return not (self.text or self.tokens or self.finish_reason)
 
 
-_NOTHING = ChoiceDelta(text="")
-
-
 class ChoiceAssembler:
     """Takes the deltas of one choice in order.
+
+    Args:
+        index: which of the request's choices this is.
 
     Attributes:
         num_tokens: output tokens that count: up to the one that completed a stop string.
@@ -85,11 +87,13 @@ class ChoiceAssembler:
     """
 
     __slots__ = (
-        "_decoded", "_detokenizer", "_emitted", "_format", "_matcher", "_pending", "_takes_each",
-        "finish_reason", "num_cached_tokens", "num_tokens", "stop_reason", "stopped_by_string",
+        "_decoded", "_detokenizer", "_emitted", "_format",
+        "_index", "_matcher", "_pending", "_takes_each",
+        "finish_reason", "num_cached_tokens", "num_tokens", "stop_reason",
     )  # fmt: skip
 
-    def __init__(self, choice_format: ChoiceFormat) -> None:
+    def __init__(self, choice_format: ChoiceFormat, index: int = 0) -> None:
+        self._index = index
         self._format = choice_format
         self._detokenizer = Detokenizer(choice_format.tokenizer, skip_special_tokens=choice_format.skip_special_tokens)
         self._matcher: StopMatcher | None = choice_format.stops.matcher() if choice_format.stops else None
@@ -101,12 +105,11 @@ class ChoiceAssembler:
         self.num_cached_tokens = 0
         self.finish_reason: str | None = None
         self.stop_reason: StopReason = None
-        self.stopped_by_string = False
 
     def push(self, delta: TokenDelta) -> ChoiceDelta:
         """What these tokens add. Repeated tokens are dropped, and so is all that follows a stop string."""
         if self.finish_reason is not None:
-            return _NOTHING
+            return ChoiceDelta(index=self._index, text="")
         if delta.num_cached_tokens and not self.num_cached_tokens:
             self.num_cached_tokens = delta.num_cached_tokens
         token_ids, logprobs = delta.token_ids, delta.logprobs
@@ -119,9 +122,13 @@ class ChoiceAssembler:
             text += self._finish(delta, delta.finish_reason)
         self._emitted += len(text)
         tokens = self._release_tokens() if self._pending else ()
-        if not text and not tokens and self.finish_reason is None:
-            return _NOTHING
-        return ChoiceDelta(text=text, tokens=tokens, finish_reason=self.finish_reason, stop_reason=self.stop_reason)
+        return ChoiceDelta(
+            index=self._index,
+            text=text,
+            tokens=tokens,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
 
     def _push_all(self, delta: TokenDelta, token_ids: tuple[int, ...]) -> str:
         self.num_tokens += len(token_ids)
@@ -158,7 +165,6 @@ class ChoiceAssembler:
         if match.stop is not None:
             self.finish_reason = FinishReason.STOP.value
             self.stop_reason = match.stop
-            self.stopped_by_string = True
         return match.text
 
     def _finish(self, delta: TokenDelta, reason: FinishReason) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gateway.choices import ChoiceDelta
-from gateway.generation import ChoiceUpdate
 from gateway.logprobs import completion_logprobs, echoed_logprobs, joined_logprobs, prompt_logprobs
 from gateway.openai_api import CompletionRequest
 from gateway.rendering import Answer, ChunkFrame, Json, text_to_json, usage_fields
@@ -34,12 +33,11 @@ class CompletionRendering:
             choice["prompt_token_ids"] = prompt.token_ids
         return self._frame.chunk(choice)
 
-    def event(self, update: ChoiceUpdate) -> str:
-        delta = update.delta
+    def event(self, delta: ChoiceDelta) -> str:
         if delta.tokens or delta.finish_reason is not None:
-            return self._frame.chunk(self._choice(update.index, delta, delta.text, self._logprobs(update.index, delta)))
+            return self._frame.chunk(self._choice(delta, delta.text, self._logprobs(delta)))
         frame = self._frame
-        return f'{frame.choice_head}{update.index},"text":{text_to_json(delta.text)}{_PLAIN_END}{frame.tail}'
+        return f'{frame.choice_head}{delta.index},"text":{text_to_json(delta.text)}{_PLAIN_END}{frame.tail}'
 
     def usage_event(self) -> str:
         return self._frame.usage_event()
@@ -51,17 +49,17 @@ class CompletionRendering:
             "object": KIND,
             "created": answer.created_s,
             "model": answer.model.card.name,
-            "choices": [self._whole_choice(index, delta) for index, delta in enumerate(choices)],
+            "choices": [self._whole_choice(delta) for delta in choices],
             "usage": usage_fields(answer.generation.usage),
         }
 
-    def _whole_choice(self, index: int, delta: ChoiceDelta) -> Json:
-        prompt_index = index // self._request.n
+    def _whole_choice(self, delta: ChoiceDelta) -> Json:
+        prompt_index = delta.index // self._request.n
         prompt = self._answer.prompts[prompt_index]
-        logprobs = self._logprobs(index, delta)
+        logprobs = self._logprobs(delta)
         if logprobs is not None and self._request.echo:
-            logprobs = joined_logprobs(self._echoed_logprobs(index), logprobs)
-        choice = self._choice(index, delta, prompt.text + delta.text, logprobs)
+            logprobs = joined_logprobs(self._echoed_logprobs(delta.index), logprobs)
+        choice = self._choice(delta, prompt.text + delta.text, logprobs)
         if self._request.return_token_ids:
             choice["prompt_token_ids"] = prompt.token_ids
         if self._request.prompt_logprobs is not None:
@@ -69,18 +67,18 @@ class CompletionRendering:
             choice["prompt_logprobs"] = prompt_logprobs(known, self._answer.model.tokenizer)
         return choice
 
-    def _choice(self, index: int, delta: ChoiceDelta, text: str, logprobs: Json | None) -> Json:
-        choice: Json = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+    def _choice(self, delta: ChoiceDelta, text: str, logprobs: Json | None) -> Json:
+        choice: Json = {"index": delta.index, "text": text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
         if delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
         if self._request.return_token_ids:
             choice["token_ids"] = [token.token_id for token in delta.tokens]
         return choice
 
-    def _logprobs(self, index: int, delta: ChoiceDelta) -> Json | None:
+    def _logprobs(self, delta: ChoiceDelta) -> Json | None:
         if self._request.logprobs is None:
             return None
-        base_offset = len(self._answer.prompts[index // self._request.n].text)
+        base_offset = len(self._answer.prompts[delta.index // self._request.n].text)
         return completion_logprobs(delta.tokens, self._answer.model.tokenizer, base_offset=base_offset)
 
     def _echoed_logprobs(self, index: int) -> Json:

@@ -64,7 +64,7 @@ def _response(
     num_prompts: int,
 ) -> GenerationResponse:
     return GenerationResponse(
-        permit=services.admission.admit(caller.api_key, num_prompts=num_prompts),
+        permit=services.admission.admit(caller.api_key, num_prompts=num_prompts, priority=request.priority),
         prepare=prepare,
         settings=services.http,
         is_stream=request.stream,

@@ -18,14 +18,6 @@ from weir.core.request import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChoiceUpdate:
-    """What a step adds to one choice; `index` counts over all prompts: prompt i owns i * n and up."""
-
-    index: int
-    delta: ChoiceDelta
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Tokens of a request; every prompt is counted once."""
 
@@ -38,12 +30,12 @@ class GenerationSink(Protocol):
     async def start(self) -> None:
         """Every prompt was taken on by its workers: what fails from now on fails in mid-answer."""
 
-    async def write(self, updates: Sequence[ChoiceUpdate]) -> None:
+    async def write(self, deltas: Sequence[ChoiceDelta]) -> None:
         """What one step of one prompt adds; waits while the reader is slow."""
 
 
 class Generation:
-    """One run of `prompts` x n choices.
+    """One run of `prompts` x n choices; prompt i owns the choices i * n and up.
 
     Attributes:
         num_choices: over all prompts.
@@ -57,7 +49,7 @@ class Generation:
         self._prompts = prompts
         self._n = prompts[0].n
         self.num_choices = len(prompts) * self._n
-        self._assemblers = [ChoiceAssembler(choice_format) for _ in range(self.num_choices)]
+        self._assemblers = [ChoiceAssembler(choice_format, index) for index in range(self.num_choices)]
         self._num_outside = len(prompts)
         self._all_inside = asyncio.Event()
         self.prompt_logprobs: list[tuple[TokenLogprobs, ...]] = [()] * len(prompts)
@@ -99,11 +91,10 @@ class Generation:
             while news := await stream.read():
                 await sink.write([self._take(prompt_index, item, stream) for item in news])
 
-    def _take(self, prompt_index: int, news: ChoiceNews, stream: GenerationStream) -> ChoiceUpdate:
+    def _take(self, prompt_index: int, news: ChoiceNews, stream: GenerationStream) -> ChoiceDelta:
         if news.prompt_logprobs and not self.prompt_logprobs[prompt_index]:
             self.prompt_logprobs[prompt_index] = news.prompt_logprobs
-        index = prompt_index * self._n + news.choice_index
-        delta = self._assemblers[index].push(news.delta)
+        delta = self._assemblers[prompt_index * self._n + news.choice_index].push(news.delta)
         if delta.finish_reason is not None and news.delta.finish_reason is None:
             stream.finish_choice(news.choice_index)
-        return ChoiceUpdate(index=index, delta=delta)
+        return delta

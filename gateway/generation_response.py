@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.choices import ChoiceDelta
 from gateway.client_connection import find_client_gone, while_connected
 from gateway.error_responses import INTERNAL_ERROR, error_object
-from gateway.generation import ChoiceUpdate, Generation
+from gateway.generation import Generation
 from gateway.http_settings import HttpSettings
 from gateway.rendering import Rendering, compact
 from gateway.sse import EventStream
@@ -108,14 +108,14 @@ class _StreamSink:
     async def start(self) -> None:
         await self._events.start()
 
-    async def write(self, updates: Sequence[ChoiceUpdate]) -> None:
+    async def write(self, deltas: Sequence[ChoiceDelta]) -> None:
         text = ""
-        for update in updates:
-            if update.index not in self._opened:
-                self._opened.add(update.index)
-                text += self._rendering.opening(update.index)
-            if not update.delta.is_empty:
-                text += self._rendering.event(update)
+        for delta in deltas:
+            if delta.index not in self._opened:
+                self._opened.add(delta.index)
+                text += self._rendering.opening(delta.index)
+            if not delta.is_empty:
+                text += self._rendering.event(delta)
         if text:
             await self._events.send(text)
 
@@ -129,9 +129,9 @@ class _WholeSink:
     async def start(self) -> None:
         """Nothing leaves before the end."""
 
-    async def write(self, updates: Sequence[ChoiceUpdate]) -> None:
-        for update in updates:
-            self._deltas[update.index].append(update.delta)
+    async def write(self, deltas: Sequence[ChoiceDelta]) -> None:
+        for delta in deltas:
+            self._deltas[delta.index].append(delta)
 
     def choices(self) -> list[ChoiceDelta]:
         """Each choice as one delta."""
@@ -140,6 +140,7 @@ class _WholeSink:
 
 def _joined(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
     return ChoiceDelta(
+        index=deltas[0].index,
         text="".join(delta.text for delta in deltas),
         tokens=tuple(token for delta in deltas for token in delta.tokens),
         finish_reason=deltas[-1].finish_reason,

@@ -16,7 +16,7 @@ class HttpSettings:
         body_timeout_s: longest time a request body may take to arrive.
         request_timeout_s: deadline of a request, from its arrival to its last token.
         keep_alive_s: an event stream that was silent for so long gets a comment line.
-        stall_timeout_s: a client that takes no bytes for so long is dropped.
+        stall_timeout_s: a client so slow that a write waits so long for it is dropped.
         max_logprobs: most alternatives a client may ask for at one position.
         max_prompts: most prompts in one completion request.
         trust_request_chat_template: whether a request may bring its own chat template, which is a program.

@@ -12,7 +12,7 @@ from json.encoder import encode_basestring_ascii
 from typing import Any, Protocol
 
 from gateway.choices import ChoiceDelta
-from gateway.generation import ChoiceUpdate, Generation, Usage
+from gateway.generation import Generation, Usage
 from gateway.model_store import ServedModel
 from gateway.openai_api import GenerationRequest
 from gateway.prompts import PreparedPrompt
@@ -45,7 +45,7 @@ class Rendering(Protocol):
     def opening(self, index: int) -> str:
         """The events that come before the first delta of a choice; may be empty."""
 
-    def event(self, update: ChoiceUpdate) -> str:
+    def event(self, delta: ChoiceDelta) -> str:
         """The event of one delta."""
 
     def usage_event(self) -> str:

@@ -13,12 +13,11 @@ if TYPE_CHECKING:
     from gateway.admission import AdmissionController
     from gateway.config import GatewayConfig
     from gateway.metrics import RequestMetrics
-    from weir.cluster.worker_registry import WorkerDirectory
-
     from gateway.model_store import ModelStore
     from gateway.pipeline import GenerationPipeline
     from weir.cluster.block_ownership import BlockOwnership
     from weir.cluster.request_journal import RequestJournal
+    from weir.cluster.worker_registry import WorkerDirectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,9 +42,9 @@ class EventStream:
         self._keep_alive_s = settings.keep_alive_s
         self._stall_timeout_s = settings.stall_timeout_s
         self._clock = asyncio.get_running_loop().time
-        self._order = asyncio.Lock()
         self._last_sent_s = 0.0
-        self._sending_since_s: float | None = None
+        self._num_waiting = 0
+        self._waiting_since_s = 0.0
         self.is_started = False
 
     async def start(self) -> None:
@@ -69,14 +69,14 @@ class EventStream:
         """Send comment lines while nothing else is sent.
 
         Raises:
-            ClientGoneError: the client took no bytes for `stall_timeout_s`.
+            ClientGoneError: the client let a write wait for `stall_timeout_s`.
         """
         while True:
             now = self._clock()
-            if self._sending_since_s is not None:
-                due_s = self._sending_since_s + self._stall_timeout_s
+            if self._num_waiting:
+                due_s = self._waiting_since_s + self._stall_timeout_s
                 if now >= due_s:
-                    raise ClientGoneError(f"the client took no bytes for {self._stall_timeout_s:g} s")
+                    raise ClientGoneError(f"the client let a write wait for {self._stall_timeout_s:g} s")
                 due_s = min(due_s, now + self._keep_alive_s)
             else:
                 due_s = self._last_sent_s + self._keep_alive_s
@@ -90,11 +90,15 @@ class EventStream:
             async with asyncio.timeout(self._stall_timeout_s):
                 await self._write(KEEP_ALIVE)
         except TimeoutError as exc:
-            raise ClientGoneError(f"the client took no bytes for {self._stall_timeout_s:g} s") from exc
+            raise ClientGoneError(f"the client let a write wait for {self._stall_timeout_s:g} s") from exc
 
     async def _write(self, body: bytes, *, is_last: bool = False) -> None:
-        async with self._order:
-            self._sending_since_s = self._clock()
+        """One message of whole events: writes of several prompts may wait side by side, but never mix."""
+        if self._num_waiting == 0:
+            self._waiting_since_s = self._clock()
+        self._num_waiting += 1
+        try:
             await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
-            self._sending_since_s = None
-            self._last_sent_s = self._clock()
+        finally:
+            self._num_waiting -= 1
+        self._last_sent_s = self._clock()

@@ -5,46 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
+from gateway.admission import AdmissionController
 from gateway.app import create_app
+from gateway.http_server import serve_http
 from gateway.http_settings import HttpSettings
 from gateway.listener import open_listener
 from gateway.metrics import RequestMetrics
 from gateway.model_store import ModelStore
 from gateway.services import GatewayServices
 from tests.fakes.pipeline import FakePipeline
-from weir.core.errors import OverloadedError
 from weir.core.worker import WorkerInfo
-
-
-class FakeAdmission:
-    """Lets everybody in, or nobody; remembers who asked."""
-
-    def __init__(self) -> None:
-        self.is_full = False
-        self.api_keys: list[str] = []
-
-    def admit(self, api_key: str, *, num_prompts: int) -> Any:
-        self.api_keys.append(api_key)
-        if self.is_full:
-            return _Refusal()
-        return nullcontext()
-
-
-class _Refusal:
-    async def __aenter__(self) -> None:
-        raise OverloadedError("too many requests wait", retry_after_s=1.2)
-
-    async def __aexit__(self, *exc: object) -> None:
-        """Never entered."""
 
 
 @dataclass
@@ -63,7 +41,7 @@ class Gateway:
 
     port: int
     pipeline: FakePipeline
-    admission: FakeAdmission
+    admission: AdmissionController
     directory: FakeDirectory
     client: httpx.AsyncClient = field(repr=False)
 
@@ -92,7 +70,8 @@ def make_services(
     models: ModelStore,
     *,
     http: HttpSettings | None = None,
-    admission: FakeAdmission | None = None,
+    max_running: int = 1000,
+    max_waiting: int = 1000,
     directory: FakeDirectory | None = None,
 ) -> GatewayServices:
     """Services around a fake pipeline; those that no route of the HTTP interface uses are absent."""
@@ -102,7 +81,7 @@ def make_services(
         http=http or HttpSettings(),
         models=models,
         pipeline=pipeline,
-        admission=admission or FakeAdmission(),
+        admission=AdmissionController(max_running=max_running, max_waiting=max_waiting, max_wait_s=10.0),
         metrics=RequestMetrics(CollectorRegistry(), max_model_len=256),
         directory=directory or FakeDirectory(),
         journal=absent,
@@ -112,28 +91,29 @@ def make_services(
 
 @asynccontextmanager
 async def running_gateway(
-    pipeline: FakePipeline, models: ModelStore, *, http: HttpSettings | None = None
+    pipeline: FakePipeline,
+    models: ModelStore,
+    *,
+    http: HttpSettings | None = None,
+    max_running: int = 1000,
+    max_waiting: int = 1000,
 ) -> AsyncIterator[Gateway]:
     """A gateway on a free port of the loopback."""
-    admission, directory = FakeAdmission(), FakeDirectory()
-    app = create_app(make_services(pipeline, models, http=http, admission=admission, directory=directory))
+    directory = FakeDirectory()
+    services = make_services(
+        pipeline, models, http=http, max_running=max_running, max_waiting=max_waiting, directory=directory
+    )
+    app = create_app(services)
     async with (
         running_app(app, http or HttpSettings()) as port,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client,
     ):
-        yield Gateway(port=port, pipeline=pipeline, admission=admission, directory=directory, client=client)
+        yield Gateway(port=port, pipeline=pipeline, admission=services.admission, directory=directory, client=client)
 
 
 @asynccontextmanager
 async def running_app(app: ASGIApp, http: HttpSettings) -> AsyncIterator[int]:
     """Any application under uvicorn; gives the port."""
     listener = open_listener("127.0.0.1", 0, stall_timeout_s=http.stall_timeout_s)
-    server = uvicorn.Server(
-        uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1, access_log=False)
-    )
-    async with asyncio.TaskGroup() as group:
-        group.create_task(server.serve(sockets=[listener]))
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            server.should_exit = True
+    async with serve_http(app, listener):
+        yield listener.getsockname()[1]

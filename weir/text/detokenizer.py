@@ -6,12 +6,10 @@ character leaves as soon as it is complete and never before.
 
 from __future__ import annotations
 
-import codecs
+from codecs import utf_8_decode
 from collections.abc import Sequence
 
 from weir.text.tokenizer import Tokenizer
-
-_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
@@ -22,12 +20,12 @@ class Detokenizer:
     character any more.
     """
 
-    __slots__ = ("_decode", "_skipped", "_token_bytes")
+    __slots__ = ("_begun", "_skipped", "_token_bytes")
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._skipped: frozenset[int] = tokenizer.special_token_ids if skip_special_tokens else frozenset()
-        self._decode = _Utf8Decoder("replace").decode
+        self._begun = b""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The characters that these tokens complete; often one token's text, sometimes empty."""
@@ -41,4 +39,13 @@ class Detokenizer:
 
     def flush(self) -> str:
         """At the end: U+FFFD if the last character was never completed, else empty."""
-        return self._decode(b"", True)
+        begun, self._begun = self._begun, b""
+        return begun.decode(errors="replace")
+
+    def _decode(self, raw: bytes) -> str:
+        """Whole characters; what begins one and does not end it is kept for the next call."""
+        if self._begun:
+            raw = self._begun + raw
+        text, num_used = utf_8_decode(raw, "replace", False)
+        self._begun = raw[num_used:]
+        return text
