@@ -6,6 +6,7 @@ One timeline for each prompt turns the moments the pipeline reports into samples
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from prometheus_client import Counter, Histogram
@@ -72,8 +73,9 @@ class RequestMetrics:
         """A request that admission refused: queue_full, wait_too_long, draining or redis_away."""
         self._families.admission_rejections.labels(model_name=model, reason=reason).inc()
 
-    def set_redis_up(self, is_up: bool) -> None:
-        self._families.redis_up.set(int(is_up))
+    def watch_redis(self, is_up: Callable[[], bool]) -> None:
+        """Ask at every scrape whether the link to Redis works."""
+        self._families.redis_up.set_function(lambda: float(is_up()))
 
     def histograms(self, model: str) -> _ModelHistograms:
         found = self._by_model.get(model)

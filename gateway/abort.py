@@ -1,0 +1,61 @@
+"""Ends a request wherever it runs: here, or at another gateway through the workers that have it (rule 15)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+from gateway.pipeline import GenerationPipeline
+from gateway.worker_protocols import DecodeClient, PrefillClient
+from weir.cluster.request_journal import RequestRecord
+from weir.core.errors import WeirError
+from weir.core.request import RequestId
+from weir.core.worker import Role, WorkerId
+
+logger = logging.getLogger(__name__)
+
+
+class JournalReader(Protocol):
+    """The part of `weir.cluster.request_journal.RequestJournal` that reads."""
+
+    async def get(self, request_id: RequestId) -> RequestRecord | None: ...
+
+
+async def abort_request(name: str, pipeline: GenerationPipeline, journal: JournalReader) -> int:
+    """End a request by its id, or by its client's label where it runs on this gateway.
+
+    Returns how many prompts (here) or sequences (elsewhere) were ended; 0 for one that is over or unknown.
+
+    Raises:
+        UnavailableError: it does not run here, and Redis, which knows where it does, is away.
+    """
+    num_here = pipeline.abort(name)
+    if num_here:
+        return num_here
+    record = await journal.get(RequestId(name))
+    if record is None or record.state.is_terminal:
+        return 0
+    counts: list[int] = []
+
+    async def abort_on(client: PrefillClient | DecodeClient) -> None:
+        try:
+            counts.append(await client.abort(record.request_id))
+        except WeirError as error:
+            logger.warning("a worker could not be told of an abort", extra={"error": error.message})
+
+    async with asyncio.TaskGroup() as tasks:
+        for client in _clients(pipeline, (record.prefill_worker, record.decode_worker)):
+            tasks.create_task(abort_on(client))
+    return max(counts, default=0)
+
+
+def _clients(
+    pipeline: GenerationPipeline, worker_ids: tuple[WorkerId | None, ...]
+) -> list[PrefillClient | DecodeClient]:
+    clients = pipeline.clients
+    return [
+        clients.get_prefill(worker) if worker.role is Role.PREFILL else clients.get_decode(worker)
+        for worker in clients.fleet.workers
+        if worker.worker_id in worker_ids
+    ]

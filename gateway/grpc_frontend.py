@@ -1,0 +1,195 @@
+"""`weir.v1.Inference`: the gateway over gRPC, beside its HTTP interface and with the same rules."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import grpc
+
+from gateway.abort import abort_request
+from gateway.api_keys import ApiKeys
+from gateway.choices import ChoiceDelta, ChoiceFormat
+from gateway.generation import Generation
+from gateway.grpc_messages import chat_messages, checked_request, complete_message, delta_message, model_message
+from gateway.model_store import ServedModel
+from gateway.openai_api import ChatCompletionRequest, CompletionRequest, TokenizeChatRequest
+from gateway.prompt_request import PromptRequest
+from gateway.prompts import PreparedPrompt, chat_ids, check_vocabulary, encode_text, prepare_chat, prepare_completion
+from gateway.request_body import check_fields
+from gateway.sampling import sampling_params
+from gateway.services import GatewayServices
+from protos import inference_pb2, inference_pb2_grpc
+from weir import __version__
+from weir.core.deadline import Deadline
+from weir.core.errors import AuthenticationError, InvalidRequestError
+from weir.core.request import RequestId
+from weir.core.worker import Role
+from weir.runtime import logs
+from weir.text.stop_strings import StopStrings
+
+SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """Errors leave through the server's interceptor; cancelling a call ends its work."""
+
+    def __init__(self, services: GatewayServices) -> None:
+        self._services = services
+        self._keys = ApiKeys(services.http.api_keys)
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        arrived_s = time.monotonic()
+        api_key = self._authenticate(context)
+        checked = checked_request(request)
+        services = self._services
+        async with services.admission.admit(api_key, num_prompts=1, priority=checked.priority):
+            model = services.models.get(checked.model)
+            prompt = await self._prompt(checked, model, context, arrived_s)
+            generation = Generation(services.pipeline, [prompt], _choice_format(checked, model))
+            await generation.run(_Sink(context, generation, model, with_ids=checked.return_token_ids))
+
+    async def Abort(
+        self, request: inference_pb2.AbortRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.AbortResponse:
+        self._authenticate(context)
+        num_aborted = await abort_request(request.request_id, self._services.pipeline, self._services.journal)
+        return inference_pb2.AbortResponse(num_aborted=num_aborted)
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.ListModelsResponse:
+        self._authenticate(context)
+        return inference_pb2.ListModelsResponse(models=map(model_message, self._services.models.models))
+
+    async def GetModel(
+        self, request: inference_pb2.GetModelRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.Model:
+        self._authenticate(context)
+        return model_message(self._services.models.get(request.model or None))
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.TokenizeResponse:
+        self._authenticate(context)
+        model = self._services.models.get(request.model or None)
+        if request.WhichOneof("input") == "chat":
+            fields: dict[str, Any] = {"messages": chat_messages(request.chat)}
+            if request.HasField("add_special_tokens"):
+                fields["add_special_tokens"] = request.add_special_tokens
+            chat = check_fields(fields, TokenizeChatRequest)
+            token_ids = await chat_ids(chat, model, self._services.http)
+        elif request.WhichOneof("input") == "text":
+            adds = request.add_special_tokens if request.HasField("add_special_tokens") else True
+            token_ids = await encode_text(request.text, model, param="text", add_special_tokens=adds)
+        else:
+            raise InvalidRequestError("input: one of text and chat is needed", param="input")
+        return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=model.card.max_model_len)
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.DetokenizeResponse:
+        self._authenticate(context)
+        model = self._services.models.get(request.model or None)
+        token_ids = tuple(request.token_ids)
+        check_vocabulary(token_ids, model, "token_ids")
+        return inference_pb2.DetokenizeResponse(text=model.tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    async def GetServerInfo(
+        self, request: inference_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.GetServerInfoResponse:
+        self._authenticate(context)
+        roles = [worker.role for worker in self._services.directory.workers()]
+        return inference_pb2.GetServerInfoResponse(
+            version=__version__,
+            gateway_id=self._services.pipeline.gateway_id,
+            num_prefill_workers=roles.count(Role.PREFILL),
+            num_decode_workers=roles.count(Role.DECODE),
+        )
+
+    def _authenticate(self, context: grpc.aio.ServicerContext) -> str:
+        """The caller's key; every method asks for it first. Raises AuthenticationError."""
+        values = [
+            value if isinstance(value, bytes) else value.encode()
+            for name, value in context.invocation_metadata() or ()
+            if name == "authorization"
+        ]
+        key = self._keys.find(values)
+        if key is None:
+            raise AuthenticationError("a valid API key is needed: send it in the metadata, `authorization: Bearer KEY`")
+        return key
+
+    async def _prompt(
+        self,
+        checked: CompletionRequest | ChatCompletionRequest,
+        model: ServedModel,
+        context: grpc.aio.ServicerContext,
+        arrived_s: float,
+    ) -> PromptRequest:
+        http = self._services.http
+        prepared: PreparedPrompt
+        if isinstance(checked, ChatCompletionRequest):
+            prepared = await prepare_chat(checked, model, http)
+        else:
+            (prepared,) = await prepare_completion(checked, model, http)
+        request_id = RequestId(f"grpc-{uuid.uuid4().hex}")
+        logs.request_id.set(request_id)
+        deadline = Deadline(arrived_s + http.request_timeout_s)
+        remaining_s = context.time_remaining()
+        return PromptRequest(
+            request_id=request_id,
+            card=model.card,
+            prompt_token_ids=prepared.token_ids,
+            sampling=replace(
+                sampling_params(checked, model, http, max_tokens=prepared.max_tokens), max_tokens=prepared.max_tokens
+            ),
+            n=checked.n,
+            priority=checked.priority,
+            cache_salt=checked.cache_salt,
+            deadline=deadline if remaining_s is None else deadline.earlier(Deadline.after(remaining_s)),
+            label=checked.request_id or "",
+            arrived_s=arrived_s,
+        )
+
+
+class _Sink:
+    """Deltas as messages, then one complete for each choice; the last of them carries the usage."""
+
+    def __init__(
+        self, context: grpc.aio.ServicerContext, generation: Generation, model: ServedModel, *, with_ids: bool
+    ) -> None:
+        self._context = context
+        self._generation = generation
+        self._model = model
+        self._with_ids = with_ids
+        self._num_running = generation.num_choices
+
+    async def start(self) -> None:
+        """The header tells the caller that the workers have taken it."""
+        await self._context.send_initial_metadata(())
+
+    async def write(self, deltas: Sequence[ChoiceDelta]) -> None:
+        for delta in deltas:
+            if delta.text or delta.tokens:
+                await self._context.write(delta_message(delta, self._model.tokenizer, with_ids=self._with_ids))
+            if delta.finish_reason is not None:
+                self._num_running -= 1
+                usage = None if self._num_running else self._generation.usage
+                await self._context.write(complete_message(delta, usage))
+
+
+def _choice_format(checked: CompletionRequest | ChatCompletionRequest, model: ServedModel) -> ChoiceFormat:
+    has_logprobs = checked.logprobs is not None and checked.logprobs is not False
+    include_stop = checked.include_stop_str_in_output
+    return ChoiceFormat(
+        tokenizer=model.tokenizer,
+        stops=StopStrings(checked.stop, include_in_output=include_stop) if checked.stop else None,
+        include_stop=include_stop,
+        min_tokens=checked.min_tokens,
+        skip_special_tokens=checked.skip_special_tokens,
+        with_tokens=has_logprobs or checked.return_token_ids,
+        eos_token_ids=frozenset(model.card.eos_token_ids),
+    )
