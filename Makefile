@@ -11,7 +11,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv up test test-full lint format protos clean
+.PHONY: help venv up test test-full lint format protos secret clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -46,7 +46,14 @@ format: $(STAMP)  ## let ruff format every file
 
 protos: $(STAMP)  ## generate protos/*_pb2* from protos/*.proto
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc \
-		-I. --python_out=. --grpc_python_out=. --mypy_out=. protos/*.proto
+		-I. --python_out=. --mypy_out=. protos/*.proto
+	@$(BIN)/python -m grpc_tools.protoc -I. --grpc_python_out=. $$(grep -l '^service ' protos/*.proto)
+
+secret: deploy/secrets/transfer_secret  ## make the key that workers under Docker Compose prove themselves with
+
+deploy/secrets/transfer_secret:
+	@mkdir -p $(@D)
+	@umask 077; head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' > $@
 
 clean:  ## remove the environment and every cache
 	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -71,6 +71,7 @@ class LocalCluster:
             *(sys.executable, "-m", "gateway"),
             *("--host", config.host, "--port", str(config.port), "--grpc-port", str(config.grpc_port)),
             *("--model-dirs", str(model.model_dir), "--redis-url", self._redis_url),
+            *("--drain-s", str(config.drain_s)),
         ]
         return self._process("gateway", argv, http_probe(config.reachable_host, config.port))
 
@@ -86,6 +87,7 @@ class LocalCluster:
             "metrics-port": metrics_port,
             "block-size": config.block_size,
             "num-threads": self.num_threads,
+            "drain-s": config.drain_s,
         }
         if config.max_model_len is not None:
             options["max-model-len"] = config.max_model_len
