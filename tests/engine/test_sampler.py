@@ -1,0 +1,232 @@
+"""The sampler against plain float64 references, and its purity."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weir.core.request import SamplingParams
+from weir.engine.sampler import SamplingRow, draw_uniform, sample
+
+VOCAB_SIZE = 23
+
+
+def make_row(params: SamplingParams, index: int = 0, **fields: object) -> SamplingRow:
+    values: dict[str, object] = {"token_ids": [1, 2, 3], "num_prompt_tokens": 3, "choice_index": 0} | fields
+    return SamplingRow(logits_row=index, params=params, **values)  # type: ignore[arg-type]
+
+
+def reference_scores(logits: np.ndarray, row: SamplingRow) -> np.ndarray:
+    """Bias, penalties and masks, one token after the other."""
+    scores = logits.astype(np.float64).copy()
+    params = row.params
+    output = list(row.token_ids[row.num_prompt_tokens :])
+    for token_id, bias in params.logit_bias:
+        scores[token_id] += bias
+    for token_id in set(row.token_ids):
+        factor = params.repetition_penalty
+        scores[token_id] = scores[token_id] / factor if scores[token_id] > 0 else scores[token_id] * factor
+    for token_id in set(output):
+        scores[token_id] -= params.frequency_penalty * output.count(token_id) + params.presence_penalty
+    banned = set(row.stop_token_ids) if len(output) < params.min_tokens else set()
+    for word in params.bad_words_token_ids:
+        head = list(word[:-1])
+        if output[len(output) - len(head) :] == head:
+            banned.add(word[-1])
+    allowed = set(range(VOCAB_SIZE) if params.allowed_token_ids is None else params.allowed_token_ids)
+    kept = allowed - banned or allowed
+    for token_id in range(VOCAB_SIZE):
+        if token_id not in kept:
+            scores[token_id] = -math.inf
+    return scores
+
+
+def reference_token(logits: np.ndarray, row: SamplingRow) -> int:
+    """The whole rule in plain Python."""
+    params = row.params
+    scores = reference_scores(logits, row)
+    order = sorted(range(VOCAB_SIZE), key=lambda token_id: (-scores[token_id], token_id))
+    if params.temperature == 0:
+        return order[0]
+    best = scores[order[0]]
+    weights = [math.exp((score - best) / params.temperature) for score in scores]
+    weights = [weight if weight >= params.min_p else 0.0 for weight in weights]
+    is_truncated = 0 < params.top_k < VOCAB_SIZE or params.top_p < 1
+    kept = order if is_truncated else list(range(VOCAB_SIZE))
+    if 0 < params.top_k < VOCAB_SIZE:
+        kept = kept[: params.top_k]
+    if params.top_p < 1:
+        share = params.top_p * sum(weights[token_id] for token_id in kept)
+        before, nucleus = 0.0, []
+        for token_id in kept:
+            if nucleus and before >= share:
+                break
+            nucleus.append(token_id)
+            before += weights[token_id]
+        kept = nucleus
+    target = draw_uniform(params.seed, row.choice_index, len(row.token_ids)) * sum(weights[t] for t in kept)
+    total = 0.0
+    for token_id in kept:
+        total += weights[token_id]
+        if total > target:
+            return token_id
+    raise AssertionError("the draw is beyond the total")
+
+
+token = st.integers(0, VOCAB_SIZE - 1)
+sampling = st.builds(
+    SamplingParams,
+    seed=st.integers(0, 2**64 - 1),
+    temperature=st.sampled_from([0.0, 0.01, 0.7, 1.0, 3.0]),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
+    top_k=st.sampled_from([0, 1, 3, VOCAB_SIZE, 100]),
+    min_p=st.sampled_from([0.0, 0.05, 0.9]),
+    presence_penalty=st.sampled_from([0.0, 1.5, -2.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.25, -1.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.5]),
+    min_tokens=st.integers(0, 3),
+    logit_bias=st.dictionaries(token, st.sampled_from([-100.0, 2.5, 100.0]), max_size=3).map(
+        lambda bias: tuple(bias.items())
+    ),
+    allowed_token_ids=st.one_of(st.none(), st.lists(token, min_size=1, max_size=5, unique=True).map(tuple)),
+    bad_words_token_ids=st.lists(st.lists(token, min_size=1, max_size=2).map(tuple), max_size=3).map(tuple),
+)
+
+
+@st.composite
+def rows(draw: st.DrawFn, index: int) -> SamplingRow:
+    prompt = draw(st.lists(token, min_size=1, max_size=4))
+    output = draw(st.lists(token, max_size=4))
+    return make_row(
+        draw(sampling),
+        index,
+        token_ids=[*prompt, *output],
+        num_prompt_tokens=len(prompt),
+        output_counts={token_id: output.count(token_id) for token_id in output},
+        choice_index=draw(st.integers(0, 3)),
+        stop_token_ids=frozenset(draw(st.lists(token, max_size=2))),
+    )
+
+
+@given(st.data())
+def test_every_rule_equals_the_reference(data: st.DataObject) -> None:
+    batch = [data.draw(rows(index)) for index in range(data.draw(st.integers(1, 6)))]
+    # Quarters: equal logits are common, and sums are exact enough for a plain reference.
+    values = data.draw(
+        st.lists(st.integers(-20, 20), min_size=VOCAB_SIZE * len(batch), max_size=VOCAB_SIZE * len(batch))
+    )
+    logits = torch.tensor(values, dtype=torch.float32).view(len(batch), VOCAB_SIZE) / 4
+    before = logits.clone()
+    tokens = [item.token_id for item in sample(logits, batch)]
+    assert tokens == [reference_token(logits[index].numpy(), row) for index, row in enumerate(batch)]
+    assert torch.equal(logits, before), "the logits belong to the caller"
+    alone = [
+        sample(logits[index : index + 1], [replace(row, logits_row=0)])[0].token_id for index, row in enumerate(batch)
+    ]
+    assert alone == tokens, "a neighbour changed a choice"
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]]).repeat(4000, 1)
+    batch = [make_row(SamplingParams(seed=7), index, token_ids=[0] * (index + 1)) for index in range(4000)]
+    counts = np.bincount([item.token_id for item in sample(logits, batch)], minlength=4)
+    expected = torch.softmax(logits[0].double(), dim=0).numpy() * 4000
+    chi_square = float(((counts - expected) ** 2 / expected).sum())
+    assert chi_square < 16.3, "three degrees of freedom, p = 0.001"
+
+
+def test_draw_depends_on_seed_choice_and_position_alone() -> None:
+    base = draw_uniform(1, 2, 3)
+    assert base == draw_uniform(1, 2, 3)
+    others = [draw_uniform(*key) for key in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (2, 1, 3), (3, 2, 1))]
+    assert len({base, *others}) == 6
+    assert all(0 <= value < 1 for value in others)
+
+
+def test_draw_is_the_same_in_every_version() -> None:
+    # A stream may move between workers of neighbouring builds: this number never changes.
+    assert draw_uniform(0, 0, 0) == 0.7273551020234886
+    assert draw_uniform(2**64 - 1, 1, 100) == draw_uniform(-1, 1, 100)
+
+
+def test_greedy_takes_the_lowest_id_of_equals() -> None:
+    logits = torch.full((2, 50_000), 1.0)
+    logits[1, [30_000, 49_999]] = 2.0
+    greedy = SamplingParams(temperature=0)
+    assert [item.token_id for item in sample(logits, [make_row(greedy, 0), make_row(greedy, 1)])] == [0, 30_000]
+
+
+def test_choices_may_share_a_row() -> None:
+    logits = torch.zeros((1, VOCAB_SIZE))
+    batch = [make_row(SamplingParams(seed=3), 0, choice_index=index) for index in range(8)]
+    assert len({item.token_id for item in sample(logits, batch)}) > 1
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 5e-324, 1e-6])
+def test_smallest_temperatures_are_greedy(temperature: float) -> None:
+    logits = torch.tensor([[1.0, 3.0, -1000.0, 2.999]])
+    (item,) = sample(logits, [make_row(SamplingParams(temperature=temperature))])
+    assert item.token_id == 1
+
+
+def test_large_vocabulary_is_truncated_exactly() -> None:
+    generator = torch.Generator().manual_seed(5)
+    logits = (torch.randn(6, 30_000, generator=generator) * 3).round(decimals=1)
+    params = [
+        SamplingParams(seed=1, top_p=0.9),
+        SamplingParams(seed=2, top_p=0.999, temperature=4.0),
+        SamplingParams(seed=3, top_k=40),
+        SamplingParams(seed=4, top_k=700, top_p=0.5),
+        SamplingParams(seed=5, top_p=1e-9),
+        SamplingParams(seed=6, top_k=29_999, temperature=5.0),
+    ]
+    for _ in range(3):
+        params = [replace(item, seed=item.seed + 100) for item in params]
+        batch = [make_row(item, index) for index, item in enumerate(params)]
+        for row, item in zip(batch, sample(logits, batch), strict=True):
+            assert item.token_id == _reference_large(logits[row.logits_row].double().numpy(), row)
+
+
+def _reference_large(scores: np.ndarray, row: SamplingRow) -> int:
+    order = np.argsort(-scores, kind="stable")
+    weights = np.exp((scores - scores.max()) / row.params.temperature)[order]
+    if row.params.top_k:
+        weights, order = weights[: row.params.top_k], order[: row.params.top_k]
+    before = np.concatenate(([0.0], np.cumsum(weights)[:-1]))
+    kept = before < row.params.top_p * weights.sum()
+    kept[0] = True
+    sums = np.cumsum(weights[kept])
+    draw = draw_uniform(row.params.seed, row.choice_index, len(row.token_ids))
+    return int(order[np.searchsorted(sums, draw * sums[-1], side="right")])
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.5)])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_refused(params: SamplingParams, value: float) -> None:
+    logits = torch.zeros((2, VOCAB_SIZE))
+    logits[1, 4] = value
+    with pytest.raises(FloatingPointError):
+        sample(logits, [make_row(params, 0), make_row(params, 1)])
+
+
+def test_logprobs_are_of_the_untouched_distribution() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, 2.0]])
+    params = SamplingParams(temperature=0.1, logit_bias=((0, 50.0),), top_k=1, logprobs=2)
+    (item,) = sample(logits, [make_row(params)])
+    assert item.token_id == 0
+    assert item.logprobs is not None
+    normalizer = math.log(1 + math.e + 2 * math.e**2)
+    assert item.logprobs.logprob == pytest.approx(-normalizer)
+    assert item.logprobs.rank == 4
+    assert item.logprobs.top_token_ids == (2, 3)
+    assert item.logprobs.top_logprobs == pytest.approx((2 - normalizer, 2 - normalizer))
+
+
+def test_no_rows_give_no_tokens() -> None:
+    assert sample(torch.zeros((0, VOCAB_SIZE)), []) == ()
