@@ -82,10 +82,9 @@ class ReceiveWindow:
         self._owed_bytes += max(0, window_bytes - self._window_bytes)
         self._window_bytes = max(self._window_bytes, window_bytes)
 
-    def give_back(self, *, at_least_bytes: int | None = None) -> int:
-        """Bytes to grant now: all that is owed, or 0 while that is less than `at_least_bytes` (default: a quarter)."""
-        threshold = self._window_bytes // 4 if at_least_bytes is None else at_least_bytes
-        if self._owed_bytes == 0 or self._owed_bytes < threshold:
+    def give_back(self) -> int:
+        """Bytes to grant now: all that is owed, or 0 while that is less than a quarter of the window."""
+        if self._owed_bytes == 0 or self._owed_bytes * 4 < self._window_bytes:
             return 0
         size_bytes, self._owed_bytes = self._owed_bytes, 0
         self._granted_bytes += size_bytes
