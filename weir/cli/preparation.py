@@ -49,7 +49,8 @@ async def prepare_model(
         async for raw in process.stderr:
             # A progress bar rewrites its line; only the newest state of it is news.
             last = raw.decode(errors="replace").rstrip().rpartition("\r")[2] or last
-            progress(last)
+            if not last.startswith("error: "):
+                progress(last)
         answer = await process.stdout.read()
         exit_code = await process.wait()
     finally:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import uvloop
 
@@ -38,34 +39,36 @@ def up(argv: Sequence[str]) -> int:
 async def _serve(config: UpConfig) -> None:
     check_port_free(config.host, config.port, "port")
     check_port_free(config.host, config.grpc_port, "grpc_port")
-    run = RunDirectory.create(config.home.expanduser().resolve())
     progress = Progress()
-    cluster = LocalCluster.create(config, run)
     stopping = asyncio.Event()
-    try:
+    with ExitStack() as at_end:
         async with Supervisor(progress.changed) as supervisor:
             _handle_signals(stopping, supervisor, progress)
             async with asyncio.TaskGroup() as group:
-                starting = group.create_task(_start(cluster, supervisor, progress))
+                starting = group.create_task(_start(config, supervisor, progress, at_end))
                 await _until_done_or(stopping, starting)
             if not stopping.is_set():
                 await stopping.wait()
             await _stop(supervisor, config.drain_s + STOP_MARGIN_S)
-    finally:
-        run.remove_sockets()
     progress.say("weir: stopped")
 
 
-async def _start(cluster: LocalCluster, supervisor: Supervisor, progress: Progress) -> None:
-    """Returns when the cluster serves; says so."""
-    config = cluster.config
+async def _start(config: UpConfig, supervisor: Supervisor, progress: Progress, at_end: ExitStack) -> None:
+    """Returns when the cluster serves; says so.
+
+    Args:
+        at_end: gets what is to be done when all processes have ended.
+    """
+    home = config.home.expanduser().resolve()
     with progress:
-        progress.say(f"weir: starting; logs in {cluster.run.path}")
-        redis = None if config.redis else supervisor.start(cluster.redis())
-        model = await prepare_model(config.model, home=config.home.expanduser(), progress=progress.working)
+        model = await prepare_model(config.model, home=home, progress=progress.working)
         progress.working("")
-        if redis is not None:
-            await redis.was_ready.wait()
+        run = RunDirectory.create(home)
+        at_end.callback(run.remove_sockets)
+        progress.say(f"weir: starting {model.name}; logs in {run.path}")
+        cluster = LocalCluster.create(config, run)
+        if config.redis is None:
+            await supervisor.start(cluster.redis()).was_ready.wait()
         processes = [supervisor.start(spec) for spec in (*cluster.workers(model), cluster.gateway(model))]
         for process in processes:
             await process.was_ready.wait()
@@ -89,10 +92,10 @@ async def _cancel_on(event: asyncio.Event, task: asyncio.Task[None]) -> None:
 
 async def _stop(supervisor: Supervisor, timeout_s: float) -> None:
     """The gateway first, so that what it has in flight can finish; then the workers; Redis last."""
-    for role in ("gateway", "decode", "prefill", "redis"):
+    for roles in (("gateway",), ("decode", "prefill"), ("redis",)):
         async with asyncio.TaskGroup() as group:
             for process in supervisor.processes:
-                if process.spec.name.partition("-")[0] == role:
+                if process.spec.name.partition("-")[0] in roles:
                     group.create_task(process.stop(timeout_s))
 
 
