@@ -69,6 +69,7 @@ class FakeDecodeClient:
     is_connected: bool = True
     sequences: list[FakeSequence] = field(default_factory=list)
     aborted: list[RequestId] = field(default_factory=list)
+    reset_error: WeirError | None = None
     _opened: asyncio.Event = field(default_factory=asyncio.Event)
 
     def open(
@@ -100,4 +101,6 @@ class FakeDecodeClient:
         return sum(sequence.request.request_id == request_id for sequence in self.sequences)
 
     async def reset_prefix_cache(self) -> bool:
+        if self.reset_error is not None:
+            raise self.reset_error
         return True
