@@ -85,6 +85,7 @@ class Connection(asyncio.BufferedProtocol):
         self._name = name
         self._timing = timing
         self._clock = clock
+        self._waste = memoryview(bytearray(4096))  # what still comes after the end
         self._parser = FrameParser(max_header_bytes=MAX_HANDSHAKE_HEADER_BYTES)
         self._transport: asyncio.Transport | None = None
         self._peer: Peer | None = None
@@ -143,13 +144,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def close(self, failure: HopFailedError) -> None:
         """End it now, without flushing. The handler hears `failure` from the loop; only the first reason counts."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._failure = failure
-        self._heartbeat.stop()
-        self.discard_payload(lambda _: True)
-        if self._transport is not None:
+        if self._end(failure) and self._transport is not None:
             self._transport.abort()
 
     # asyncio.BufferedProtocol
@@ -166,9 +161,11 @@ class Connection(asyncio.BufferedProtocol):
             self.send(hello)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._parser.get_buffer()
+        return self._waste if self._is_closed else self._parser.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
+        if self._is_closed:
+            return
         self._last_received_s = self._clock()
         try:
             for event in self._parser.buffer_updated(nbytes):
@@ -231,9 +228,22 @@ class Connection(asyncio.BufferedProtocol):
 
     def _refuse(self, refusal: HandshakeRefused) -> None:
         logger.warning("%s: %s", self._name, refusal.failure.message)
-        if refusal.reply is not None and self._transport is not None and self._is_writable:
-            self._transport.write(encode_frame(refusal.reply))  # small: the kernel takes it before the abort
-        self.close(refusal.failure)
+        if refusal.reply is None or self._transport is None:
+            self.close(refusal.failure)
+        elif self._end(refusal.failure):
+            self._transport.write(encode_frame(refusal.reply))
+            self._transport.close()  # which flushes; for as long as a handshake may take
+            asyncio.get_running_loop().call_later(self._timing.handshake_timeout_s, self._transport.abort)
+
+    def _end(self, failure: HopFailedError) -> bool:
+        """Read and write nothing more. False if that is so already."""
+        if self._is_closed:
+            return False
+        self._is_closed = True
+        self._failure = failure
+        self._heartbeat.stop()
+        self.discard_payload(lambda _: True)
+        return True
 
     # Writing
 

@@ -49,11 +49,12 @@ class MemoryEndpoint(asyncio.Transport):
         self.connection = connection
         self.peer: MemoryEndpoint | None = None
         self.is_lost = False
-        self.is_stopped = False  # as by SIGSTOP: reads nothing
+        self.is_stopped = False  # reads nothing
+        self.is_mute = False  # writes nothing
         self._unflushed: deque[tuple[memoryview, int]] = deque()
         self._wire: deque[bytes] = deque()  # flushed by this side, not read by the other
         self._is_paused = False
-        self._is_flushing = self._is_delivering = False
+        self._is_flushing = self._is_delivering = self._is_ending = False
 
     # asyncio.Transport
 
@@ -70,10 +71,8 @@ class MemoryEndpoint(asyncio.Transport):
         self.writelines([data])
 
     def writelines(self, list_of_data: Any) -> None:
-        if self.is_lost:
-            return
         faults = self.network.faults
-        if faults.happens(faults.lose_write):
+        if self.is_lost or self.is_mute or faults.happens(faults.lose_write):
             return
         views = [memoryview(each) for each in list_of_data]
         for _ in range(2 if faults.happens(faults.repeat_write) else 1):
@@ -82,6 +81,10 @@ class MemoryEndpoint(asyncio.Transport):
             self._is_paused = True
             self.connection.pause_writing()
         self._schedule_flush()
+
+    def close(self) -> None:
+        self._is_ending = True
+        self._end_if_delivered()
 
     def abort(self) -> None:
         self._lose(None)
@@ -100,6 +103,10 @@ class MemoryEndpoint(asyncio.Transport):
         self._unflushed.clear()
         self.connection.connection_lost(exc)
 
+    def _end_if_delivered(self) -> None:
+        if self._is_ending and not self._unflushed and not self._wire:
+            self.abort()
+
     def _check_unchanged(self) -> None:
         for view, digest in self._unflushed:
             if xxh3_64_intdigest(view) != digest:
@@ -115,8 +122,7 @@ class MemoryEndpoint(asyncio.Transport):
         if self.is_lost:
             return
         if self.peer is not None and sum(map(len, self._wire)) > self.network.kernel_bytes:
-            self._schedule_flush()
-            return
+            return  # until the other side has read something
         self._check_unchanged()
         self._wire.extend(bytes(view) for view, _ in self._unflushed)
         self._unflushed.clear()
@@ -156,7 +162,10 @@ class MemoryEndpoint(asyncio.Transport):
             buffer[:size] = data[:size]
             del data[:size]
             peer.connection.buffer_updated(size)
+        if self._unflushed:
+            self._schedule_flush()
         self._schedule_delivery()
+        self._end_if_delivered()
 
 
 @dataclass

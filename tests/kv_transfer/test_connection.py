@@ -224,14 +224,12 @@ def test_a_writable_socket_does_not_starve_the_loop() -> None:
         pair = Pair()
         eager = Eager()
         pair.source.connection_made(eager)
-        sink_hello = SinkHandshake(make_identity("d"), wants_checksums=True)
         pair.source.wake(Bulk("x", 100, b"p" * (100 << 10)))
         most = 0
         while eager.num_bytes < 100 * (100 << 10):
             before = eager.num_bytes
             await asyncio.sleep(0)
             most = max(most, eager.num_bytes - before)
-        assert sink_hello is not None
         assert most < YIELD_BYTES + (101 << 10)
         pair.source.connection_lost(None)
 
@@ -245,12 +243,14 @@ def test_after_discard_no_byte_of_that_hand_off_lands_anywhere() -> None:
         pair.network.faults.max_piece_bytes = 1000
         pair.network.faults.max_delay_s = 0.01
         pair.source.wake(Bulk("x", 1, b"p" * 50_000))
-        while pair.near.slab.count(b"p") < 20_000:
-            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.2)
         pair.sink.discard_payload(lambda frame: frame.blocks.key.handoff_id == "y")
         await asyncio.sleep(0.02)
         num_written = pair.near.slab.count(b"p")
-        assert num_written > 20_000, "another hand-off's discard changes nothing"
+        assert 1000 < num_written < 40_000
+        await asyncio.sleep(0.02)
+        assert pair.near.slab.count(b"p") > num_written, "another hand-off's discard changes nothing"
+        num_written = pair.near.slab.count(b"p")
         pair.sink.discard_payload(lambda frame: frame.blocks.key.handoff_id == "x")
         await asyncio.sleep(5.0)
         assert pair.near.slab.count(b"p") == num_written
@@ -277,8 +277,7 @@ def test_a_stopped_peer_is_noticed_within_the_idle_time_out() -> None:
         pair = Pair()
         await pair.open()
         pair.endpoint(pair.source).is_stopped = True
-        for each in pair.network.endpoints:
-            each.connection._heartbeat.stop() if each.connection is pair.source else None
+        pair.endpoint(pair.source).is_mute = True
         await asyncio.sleep(TIMING.idle_timeout_s + 2 * TIMING.heartbeat_s)
         [failure] = pair.near.lost
         assert isinstance(failure, WorkerLostError)
