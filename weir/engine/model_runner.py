@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -31,6 +32,7 @@ class ModelRunner:
 
     Args:
         config: the engine's settings.
+        free_memory: bytes this process may still take; bounds the KV pool on a CPU.
 
     Attributes:
         card: the model as served.
@@ -44,7 +46,7 @@ class ModelRunner:
         ConfigError: a setting that this model or machine cannot meet.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, free_memory: Callable[[], int] = available_bytes) -> None:
         started_s = time.monotonic()
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
@@ -63,7 +65,7 @@ class ModelRunner:
         weights = Weights(open_weights(config.model_dir), getattr(torch, dtype_name), self._device)
         with torch.inference_mode():
             self._model = Decoder(decoder_config, weights, self.max_model_len, self._device)
-        self.num_blocks = self._choose_num_blocks(config)
+        self.num_blocks = self._choose_num_blocks(config, free_memory)
         self.cache = PagedKvCache(self.layout, self.num_blocks, self._device)
         logger.info(
             "model loaded",
@@ -93,7 +95,7 @@ class ModelRunner:
         )
         return Batch.from_scheduled([probe], self.layout.block_size, self._device)
 
-    def _choose_num_blocks(self, config: EngineConfig) -> int:
+    def _choose_num_blocks(self, config: EngineConfig, free_memory: Callable[[], int]) -> int:
         block_bytes = self.layout.block_bytes
         needed = self.layout.blocks_for(self.max_model_len)
         if config.num_blocks is not None:
@@ -104,7 +106,7 @@ class ModelRunner:
             name, num_blocks = "gpu_memory_utilization", self._free_device_bytes(config) // block_bytes
         else:
             wanted = max(DEFAULT_KV_CACHE_BYTES, needed * block_bytes)
-            name, num_blocks = "kv_cache_memory_bytes", min(wanted, available_bytes() // 2) // block_bytes
+            name, num_blocks = "kv_cache_memory_bytes", min(wanted, free_memory() // 2) // block_bytes
         if num_blocks < needed:
             raise ConfigError(
                 f"{name} gives a KV pool of {num_blocks} blocks of {config.block_size} tokens; one sequence of "

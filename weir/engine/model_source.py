@@ -19,7 +19,7 @@ Progress = Callable[[str], None]
 
 HUB_PREFIX = "hf:"
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
-_HUB_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<file>[\w./-]+\.gguf))?")
+_HUB_NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?::(?P<file>(?:\w[\w.-]*/)*\w[\w.-]*\.gguf))?")
 _QUANTIZATION_SUFFIX = re.compile(r"[.-](I?Q\d\w*|F16|F32|BF16|FP16|FP32)$", re.IGNORECASE)
 _PART_NUMBER = re.compile(r"-\d{5}-of-")
 _PART_SUFFIX = re.compile(r"-\d{5}-of-\d{5}$")
@@ -73,7 +73,7 @@ class ModelSource:
         package = _package_of(path) if path.is_file() else PACKAGED_MODELS.get(text.lower())
         if package is not None and not path.is_dir():
             return cls(text=text, name=package.name, identity=package.requirement, is_temporary=True)
-        if path.is_dir():
+        if text and path.is_dir():
             files = sorted(file for pattern in HUB_PATTERNS for file in path.glob(pattern))
             return cls(text=str(path), name=path.name, identity=_identity(path, files))
         if path.suffix == ".gguf" and path.is_file():

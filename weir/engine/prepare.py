@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import math
 import re
 import shutil
 import sys
@@ -75,9 +76,10 @@ def prepare(
             staged = Path(scratch) / "prepared"
             staged.mkdir()
             # Imported here, so that finding a model prepared takes 0.1 s and not torch's 3 s.
-            from weir.engine.prepared_model import write_prepared
+            from weir.engine.prepared_model import MAX_FUSED_BYTES, write_prepared
 
-            write_prepared(path, staged, name, progress, keeps_weights=parsed.is_temporary)
+            limit = math.inf if parsed.is_temporary else MAX_FUSED_BYTES
+            write_prepared(path, staged, name, progress=progress, max_fused_bytes=limit)
             (staged / SOURCE_FILE).write_text(stamp)
             _replace(output, staged, Path(scratch) / "replaced")
     progress(f"prepared {name} in {output}")

@@ -20,10 +20,17 @@ from weir.engine.weights import Weights, write_fused
 
 FUSED_FILE = "weights.safetensors"
 MAX_FUSED_BYTES = 4 << 30
-"""GGUF weights beyond this stay where they are and are dequantised at every start."""
+"""GGUF weights that take more in float32 stay where they are and are dequantised at every start."""
 
 
-def write_prepared(path: Path, staged: Path, name: str, progress: Progress, *, keeps_weights: bool) -> None:
+def write_prepared(
+    path: Path,
+    staged: Path,
+    name: str,
+    *,
+    progress: Progress = lambda line: None,
+    max_fused_bytes: float = MAX_FUSED_BYTES,
+) -> None:
     """Write every file of a prepared directory.
 
     Args:
@@ -31,7 +38,7 @@ def write_prepared(path: Path, staged: Path, name: str, progress: Progress, *, k
         staged: the directory to fill; exists and is empty.
         name: what clients call the model.
         progress: told in one line what is going on.
-        keeps_weights: the weights are written here whatever their size, since `path` will be gone.
+        max_fused_bytes: GGUF weights that take more in float32 are pointed at and not written.
 
     Raises:
         ModelLoadError: the model is broken; names the file or the tensor.
@@ -55,7 +62,7 @@ def write_prepared(path: Path, staged: Path, name: str, progress: Progress, *, k
         files=source_files,
         source_files=source_files,
     )
-    if keeps_weights or (files.weight_format == "gguf" and 4 * weights.num_parameters <= MAX_FUSED_BYTES):
+    if files.weight_format == "gguf" and 4 * weights.num_parameters <= max_fused_bytes:
         progress(f"writing {weights.num_parameters / 1e6:.0f} million parameters")
         write_fused(staged / FUSED_FILE, files.weights, weights.taken)
         fused = WeightFile.measure(staged / FUSED_FILE)

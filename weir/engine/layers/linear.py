@@ -10,8 +10,8 @@ import torch.nn.functional as functional
 from weir.engine.weights import Weights
 
 _MAX_FLIPPED_ROWS = 128
-"""Up to so many rows the CPU's float32 product is faster with the weight on the left: 2.2 x for 8 to 32 rows of a head of
-49,152, 1.5 x for a gate and up projection of 3,072, never slower."""
+"""Up to so many rows the CPU's float32 product is faster with the weight on the left: 2.2 x for 8 to 32 rows of a head
+of 49,152, 1.5 x for a gate and up projection of 3,072, never slower."""
 
 
 class Linear:
