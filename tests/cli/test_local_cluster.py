@@ -49,6 +49,12 @@ def test_all_workers_share_a_secret_that_no_argument_shows(tmp_path: Path) -> No
     assert cluster.secret != _cluster(tmp_path).secret
 
 
+def test_api_keys_reach_the_gateway_and_no_argument_shows_them(tmp_path: Path) -> None:
+    spec = _cluster(tmp_path, api_keys=("k-1", "k-2")).gateway(MODEL)
+    assert spec.environment["WEIR_API_KEYS"] == "k-1,k-2"
+    assert not any("k-1" in word for word in spec.argv)
+
+
 def test_the_embedded_redis_is_where_everybody_looks(tmp_path: Path) -> None:
     cluster = _cluster(tmp_path)
     path = _option(cluster.redis(), "--unixsocket")

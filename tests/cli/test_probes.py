@@ -30,6 +30,19 @@ async def test_http_is_ready_with_a_200(answer: bytes, is_ready: bool) -> None:
         assert await http_probe("127.0.0.1", port)() is is_ready
 
 
+async def test_a_key_is_sent_where_one_is_asked_for() -> None:
+    seen: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.extend((await reader.readuntil(b"\r\n\r\n")).split(b"\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        assert await http_probe("127.0.0.1", server.sockets[0].getsockname()[1], "k-1")()
+    assert b"Authorization: Bearer k-1" in seen
+
+
 async def test_nobody_there_is_not_ready() -> None:
     (port,) = free_ports(1)
     assert not await http_probe("127.0.0.1", port)()

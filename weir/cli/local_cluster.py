@@ -73,7 +73,8 @@ class LocalCluster:
             *("--model-dirs", str(model.model_dir), "--redis-url", self._redis_url),
             *("--drain-s", str(config.drain_s)),
         ]
-        return self._process("gateway", argv, http_probe(config.reachable_host, config.port))
+        api_key = next(iter(config.api_keys), None)
+        return self._process("gateway", argv, http_probe(config.reachable_host, config.port, api_key))
 
     def _worker(self, role: str, number: int, model: PreparedModel, metrics_port: int, *extra: str) -> ProcessSpec:
         config = self.config
@@ -105,6 +106,7 @@ class LocalCluster:
             "OMP_WAIT_POLICY": "passive",  # threads that spin take the other workers' cores
             "OMP_NUM_THREADS": str(self.num_threads),
             "WEIR_TRANSFER_SECRET": self.secret,
+            "WEIR_API_KEYS": ",".join(self.config.api_keys),
         }
         return ProcessSpec(
             name=name,

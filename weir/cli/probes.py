@@ -15,11 +15,14 @@ TIMEOUT_S = 1.0
 Probe = Callable[[], Awaitable[bool]]
 
 
-def http_probe(host: str, port: int, path: str = "/ready") -> Probe:
-    """Whether a GET answers 200."""
+def http_probe(host: str, port: int, api_key: str | None = None) -> Probe:
+    """Whether `GET /ready` answers 200."""
+    headers = ["GET /ready HTTP/1.1", f"Host: {host}", "Connection: close"]
+    if api_key is not None:
+        headers.append(f"Authorization: Bearer {api_key}")
+    request = "\r\n".join((*headers, "", "")).encode()
 
     async def probe() -> bool:
-        request = f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
         return (await _ask(lambda: asyncio.open_connection(host, port), request)).split(b" ")[1:2] == [b"200"]
 
     return probe

@@ -23,6 +23,7 @@ class UpConfig:
     host: str = setting("127.0.0.1", help="address of the gateway")
     port: int = setting(8000, help="HTTP port of the gateway", minimum=1, maximum=65535)
     grpc_port: int = setting(8001, help="gRPC port of the gateway", minimum=1, maximum=65535)
+    api_keys: tuple[str, ...] = setting((), help="keys that clients must send; none asks for no key", secret=True)
     block_size: int = setting(16, help="tokens in a KV block", minimum=1, maximum=4096)
     max_model_len: int | None = setting(None, help="longest sequence; none takes the model's own", minimum=1)
     kv_cache_memory_bytes: int | None = setting(None, help="memory of each worker's KV pool", minimum=1)

@@ -1,0 +1,121 @@
+"""`weir up` as a person runs it: a process in a terminal's place, with a tiny random model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.fakes.tiny_model import write_tiny_model
+from weir.cli.__main__ import main
+from weir.cli.probes import free_ports
+
+ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    process: asyncio.subprocess.Process
+    url: str
+
+    async def until(self, words: str) -> str:
+        """The next line that has `words`."""
+        assert self.process.stderr is not None
+        seen = ""
+        async with asyncio.timeout(START_TIMEOUT_S):
+            async for raw in self.process.stderr:
+                seen += (line := raw.decode())
+                if words in line:
+                    return line
+        raise AssertionError(f"ended before {words!r}:\n{seen}")
+
+    def pid_of(self, service: str) -> int:
+        """The child that runs `python -m service`."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        for pid in children:
+            if f"\0-m\0{service}\0" in Path(f"/proc/{pid}/cmdline").read_text():
+                return int(pid)
+        raise AssertionError(f"no {service} among {children}")
+
+
+@asynccontextmanager
+async def _up(home: Path, model_dir: Path) -> AsyncIterator[Running]:
+    port, grpc_port = free_ports(2)
+    argv = [
+        *("--model", str(model_dir), "--home", str(home), "--port", str(port), "--grpc-port", str(grpc_port)),
+        *("--kv-cache-memory-bytes", "8MiB", "--max-model-len", "512"),
+    ]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "weir.cli", "up", *argv), cwd=ROOT, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        yield Running(process=process, url=f"http://127.0.0.1:{port}")
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def _complete(client: httpx.AsyncClient) -> list[int]:
+    body = {"prompt": [5, 6, 7, 8], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    choice = answer.json()["choices"][0]
+    ids: list[int] = choice["token_ids"]
+    assert len(ids) == 8
+    return ids
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_it_serves_heals_and_drains() -> None:
+    with tempfile.TemporaryDirectory(prefix="weir-") as folder:
+        model_dir = write_tiny_model(Path(folder) / "tiny")
+        async with _up(Path(folder) / "home", model_dir) as running:
+            await running.until("weir: ready after")
+            async with httpx.AsyncClient(base_url=running.url, timeout=60) as client:
+                before = await _complete(client)
+                os.kill(running.pid_of("prefill_service"), signal.SIGKILL)
+                assert "SIGKILL; starts again" in await running.until("prefill-1 was ended")
+                assert await _complete(client) == before
+                await running.until("prefill-1 ready")
+                assert await _complete(client) == before
+            running.process.send_signal(signal.SIGINT)
+            await running.until("weir: stopped")
+            assert await running.process.wait() == 0
+        assert not list((Path(folder) / "home").glob("run/*/*.sock"))
+
+
+def test_a_busy_port_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["up", "--port", str(port), "--home", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert err == f"weir up: port: {port} is in use on 127.0.0.1; choose another with --port\n"
+
+
+def test_a_missing_model_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    port, grpc_port = free_ports(2)
+    argv = ["--model", "/nowhere.gguf", "--port", str(port), "--grpc-port", str(grpc_port), "--home", str(tmp_path)]
+    assert main(["up", *argv]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("weir up: /nowhere.gguf: no such model")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_wrong_option_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--decode", "0"]) == 2
+    assert capsys.readouterr().err == "weir up: decode: '0' is below the minimum of 1 (from --decode)\n"
