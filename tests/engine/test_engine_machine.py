@@ -73,17 +73,16 @@ class EngineMachine(RuleBasedStateMachine):
         self.target.submit(request)
         self.open[request.sequence_id] = request
 
-    @rule(data=st.data())
-    def prefill(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), is_wanted_at_once=st.booleans())
+    def prefill(self, data: st.DataObject, is_wanted_at_once: bool) -> None:
         request = self.make(data)
         self.source.prefill(request, request.choice_index)
         self.prefills[request.sequence_id] = request
         self.holds.add(f"{request.sequence_id}#{request.choice_index}")
-        self.try_claim(request)
-
-    def try_claim(self, request: SequenceRequest) -> None:
         if isinstance(self.target.engine.claim(request, request.sequence_id), Grant):
             self.claims[request.sequence_id] = request
+            if is_wanted_at_once:
+                self.start_import(request.sequence_id)
 
     @rule(count=st.integers(1, 6))
     def step_source(self, count: int) -> None:
@@ -95,16 +94,18 @@ class EngineMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.claims)
     @rule(data=st.data())
-    def start_import(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.claims)))
-        request = self.claims.pop(name)
+    def start_some_import(self, data: st.DataObject) -> None:
+        self.start_import(data.draw(st.sampled_from(sorted(self.claims))))
+
+    def start_import(self, name: str) -> None:
         self.target.engine.allocate_claimed(name)
-        self.imports[name] = request
+        self.imports[name] = self.claims.pop(name)
 
     @precondition(lambda self: self.imports)
     @rule(data=st.data())
     def finish_import(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.imports)))
+        self.source.run()
         first = self.first_token(name)
         if first is None:
             return

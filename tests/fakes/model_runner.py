@@ -48,8 +48,14 @@ def make_card(*, max_model_len: int = 4096) -> ModelCard:
 
 def make_config(**settings: object) -> EngineConfig:
     """Settings that suit the fake: small blocks, a small pool."""
-    defaults: dict[str, object] = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 32}
-    return EngineConfig(model_dir=Path("fake"), device="cpu", **(defaults | settings))  # type: ignore[arg-type]
+    defaults: dict[str, object] = {
+        "device": "cpu",
+        "block_size": 4,
+        "num_blocks": 64,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+    }
+    return EngineConfig(model_dir=Path("fake"), **(defaults | settings))  # type: ignore[arg-type]
 
 
 def make_request(

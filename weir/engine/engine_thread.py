@@ -116,8 +116,13 @@ class EngineThread:
     async def kv_events(self) -> KvEvents:
         """Wait for changes of the prefix cache, one reader at a time. Raises as `call` does."""
         future: asyncio.Future[KvEvents] = self._loop.create_future()
-        await self.call(lambda engine: self._event_readers.append(future))
-        return await future
+        try:
+            await self.call(lambda engine: self._event_readers.append(future))
+            return await future
+        except asyncio.CancelledError:  # what is on its way to this reader is lost
+            future.cancel()
+            self.post(lambda engine: engine.restart_kv_events())
+            raise
 
     def _hand_over_events(self, reader: asyncio.Future[KvEvents], events: KvEvents) -> None:
         if reader.done():  # cancelled, and what it took is lost
