@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import stat
@@ -76,7 +77,11 @@ def _parse(address: str) -> str | tuple[str, int]:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket file of a process that is gone; a live one keeps it, and binding then fails."""
+    """Remove the socket file of a process that is gone. The loop would remove that of a live one too.
+
+    Raises:
+        OSError: somebody listens there.
+    """
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return
@@ -87,6 +92,8 @@ def _remove_stale(path: str) -> None:
             probe.connect(path)
         except ConnectionRefusedError:
             os.unlink(path)
+        else:
+            raise OSError(errno.EADDRINUSE, f"{path} is in use")
 
 
 def _enlarge_buffers(transport: asyncio.BaseTransport) -> None:
