@@ -121,16 +121,13 @@ async def _completion_ids(
     if not isinstance(prompt, str):
         check_vocabulary(prompt, model, param)
         return prompt
-    token_ids = await encode_text(
+    return await encode_text(
         prompt,
         model,
         param=param,
         add_special_tokens=request.add_special_tokens,
         truncates=request.truncate_prompt_tokens is not None,
     )
-    if not token_ids:
-        raise InvalidRequestError(f"{param}: has no tokens; at least 1 is needed", param=param)
-    return token_ids
 
 
 def _template(request: ChatFields, model: ServedModel, settings: HttpSettings) -> ChatTemplate:
@@ -159,7 +156,14 @@ def _truncate(
 
 
 def _output_limit(asked: int | None, default: int | None, num_prompt: int, model: ServedModel, param: str) -> int:
-    """Most output tokens of a prompt; raises ContextLengthError when prompt and output don't fit the context."""
+    """Most output tokens of a prompt.
+
+    Raises:
+        InvalidRequestError: there is no prompt to continue.
+        ContextLengthError: prompt and output don't fit the context.
+    """
+    if not num_prompt:
+        raise InvalidRequestError(f"{param}: has no tokens; at least 1 is needed", param=param)
     context = model.card.max_model_len
     room = context - num_prompt
     wanted = asked if asked is not None else 1

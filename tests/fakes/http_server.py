@@ -113,7 +113,13 @@ async def running_gateway(
 
 @asynccontextmanager
 async def running_app(app: ASGIApp, http: HttpSettings) -> AsyncIterator[int]:
-    """Any application under uvicorn; gives the port."""
+    """Any application under uvicorn; gives the port. The server closes its sockets before a failed test goes on."""
     listener = open_listener("127.0.0.1", 0, stall_timeout_s=http.stall_timeout_s)
+    failure: BaseException | None = None
     async with serve_http(app, listener):
-        yield listener.getsockname()[1]
+        try:
+            yield listener.getsockname()[1]
+        except BaseException as exc:
+            failure = exc
+    if failure is not None:
+        raise failure
