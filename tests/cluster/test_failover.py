@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.cluster.samples import Cache, Events, block_hashes, connect, publish, says_yes, until, worker_info
-from tests.fakes.redis_server import RedisServer
+from tests.fakes.redis_server import RedisServer, redis_binary
 from weir.cluster import keys
 from weir.cluster.block_ownership import BlockGroup, BlockOwnership, OwnershipRecorder
 from weir.cluster.connection import RedisConnection, ScriptCall
@@ -129,6 +129,46 @@ async def test_hanging_redis_delays_and_loses_nothing(redis_server: RedisServer)
         await until(lambda: not whole.gateway.is_up and not whole.worker.is_up)
         redis_server.resume()
         await whole.check()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", ["pause 5 s", "stop 10 s", "restart empty after 10 s"])
+async def test_long_faults_of_redis_delay_and_lose_nothing(redis_server: RedisServer, fault: str) -> None:
+    """S38 at its own length, under 20 calls a second."""
+    async with everything(redis_server.url) as whole:
+        await whole.check()
+        ended = asyncio.get_running_loop().time() + (5 if "pause" in fault else 10)
+        if "pause" in fault:
+            redis_server.call("CLIENT", "PAUSE", 5_000, "ALL")
+        elif "stop" in fault:
+            redis_server.stop()
+        else:
+            redis_server.kill()
+        num_refused = 0
+        while asyncio.get_running_loop().time() < ended:
+            asked_s = time.monotonic()
+            try:
+                await whole.journal.get(RequestId("request-1"))
+            except UnavailableError:
+                num_refused += 1
+            assert time.monotonic() - asked_s < 1.0
+            whole.journal.record(RequestRecord(request_id=RequestId("x"), owner="g1", state=RequestState.DONE))
+            await asyncio.sleep(0.05)
+        assert num_refused > 50
+        if "stop" in fault:
+            redis_server.resume()
+        elif "restart" in fault:
+            await asyncio.to_thread(redis_server.start)
+        await whole.check()
+
+
+@pytest.mark.skipif(redis_binary() is None, reason="redis-server is not installed")
+async def test_redis_itself_serves_as_well_as_valkey() -> None:
+    with RedisServer(binary=redis_binary()) as server:
+        async with everything(server.url) as whole:
+            await whole.check()
+            await asyncio.to_thread(server.restart_empty)
+            await whole.check()
 
 
 async def test_demoted_server_is_given_up_and_used_again_once_promoted(

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from weir.cluster.redis_url import Address, RedisKind, RedisUrl, mask_passwords
@@ -16,10 +18,12 @@ def test_login_and_database_are_percent_decoded() -> None:
     assert (url.username, url.password, url.db, url.addresses) == ("ann", "p@ss/word", 3, (Address("cache", 7000),))
 
 
-def test_tls_url_takes_a_certificate_authority() -> None:
-    url = RedisUrl.parse("rediss://cache?ca=/etc/ca.pem")
+def test_tls_url_takes_a_certificate_authority(tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").touch()
+    url = RedisUrl.parse(f"rediss://cache?ca={tmp_path}/ca.pem")
     assert url.is_tls
-    assert str(url.ca_file) == "/etc/ca.pem"
+    assert url.ca_file == tmp_path / "ca.pem"
+    assert RedisUrl.parse("rediss://cache").ca_file is None
 
 
 def test_unix_url_names_a_socket() -> None:
@@ -51,6 +55,7 @@ def test_cluster_url_lists_nodes() -> None:
         ("redis://a,b", "more than one server"),
         ("redis://cache/zero", "must be a number"),
         ("redis://cache?ca=/x", "option 'ca' is not known for redis://"),
+        ("rediss://cache?ca=/nowhere/ca.pem", "'/nowhere/ca.pem' is not a file"),
         ("rediss://cache?verify=no", "option 'verify' is not known"),
         ("unix://host/run/redis.sock", "three slashes"),
         ("unix://", "three slashes"),

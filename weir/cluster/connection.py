@@ -106,10 +106,10 @@ class RedisConnection:
     async def __aenter__(self) -> Self:
         """Raises ConfigError if Redis answers but is too old or refuses the login."""
         async with AsyncExitStack() as stack:
-            self._client = self._open_client(self._call_timeout_s, self._max_connections)
+            self._client = self._open_client(self._max_connections)
             stack.push_async_callback(self._client.close)
             # A blocking read waits for longer than any reply may take, so it has sockets of its own.
-            self._reader = self._open_client(None, MAX_BLOCKING_READS)
+            self._reader = self._open_client(MAX_BLOCKING_READS)
             stack.push_async_callback(self._reader.close)
             await stack.enter_async_context(self._tasks)
             await self._probe()
@@ -122,8 +122,8 @@ class RedisConnection:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._exit.__aexit__(kind, error, traceback)
         self.link.mark_down()
+        await self._exit.__aexit__(kind, error, traceback)
 
     async def execute(self, *command: Any) -> Any:
         """The reply to one idempotent command.
@@ -162,13 +162,8 @@ class RedisConnection:
                 await self._lose(exc, interruptions)
             raise self._translate(exc) from exc
 
-    def _open_client(self, call_timeout_s: float | None, max_connections: int) -> RedisClient:
-        return RedisClient(
-            self.url,
-            connect_timeout_s=self._connect_timeout_s,
-            call_timeout_s=call_timeout_s,
-            max_connections=max_connections,
-        )
+    def _open_client(self, max_connections: int) -> RedisClient:
+        return RedisClient(self.url, connect_timeout_s=self._connect_timeout_s, max_connections=max_connections)
 
     def _require_up(self) -> None:
         if not self.is_up:
@@ -177,8 +172,11 @@ class RedisConnection:
     async def _submit(self, operation: Callable[[], Awaitable[_Reply]]) -> _Reply:
         self._require_up()
         await self._permits.acquire()
+        if not self.is_up:  # those before have found out
+            self._permits.release()
+            self._require_up()
         reply: asyncio.Future[_Reply] = asyncio.get_running_loop().create_future()
-        self._tasks.start(self._answer(operation, reply))
+        self._tasks.start(self._answer(operation, reply)).add_done_callback(lambda _: self._finish(reply))
         return await reply
 
     async def _answer(self, operation: Callable[[], Awaitable[_Reply]], reply: asyncio.Future[_Reply]) -> None:
@@ -187,14 +185,15 @@ class RedisConnection:
         except WeirError as exc:
             if not reply.done():
                 reply.set_exception(exc)
-        except asyncio.CancelledError:
-            reply.cancel()
-            raise
         else:
             if not reply.done():
                 reply.set_result(value)
-        finally:
-            self._permits.release()
+
+    def _finish(self, reply: asyncio.Future[_Reply]) -> None:
+        """Runs also for a command that was cancelled before its first step."""
+        self._permits.release()
+        if not reply.done():
+            reply.set_exception(UnavailableError(f"the connection to redis {self.url.masked} is closed"))
 
     async def _attempt(self, operation: Callable[[], Awaitable[_Reply]]) -> _Reply:
         """One operation with its retries; reports to the link what came of it."""
@@ -243,6 +242,7 @@ class RedisConnection:
     async def _watch(self) -> None:
         """Test the link: steadily while it is up, with growing pauses while it is down."""
         pause_s = MIN_PROBE_PAUSE_S
+        fault = ""
         while True:
             if self.is_up:
                 pause_s = MIN_PROBE_PAUSE_S
@@ -258,7 +258,9 @@ class RedisConnection:
             try:
                 await self._probe()
             except ConfigError as exc:
-                logger.error("%s", exc.message)
+                if exc.message != fault:
+                    logger.error("%s", exc.message)
+                fault = exc.message
 
     async def _probe(self) -> None:
         """One exchange that needs a server which takes writes. Raises ConfigError if it is one we cannot use."""

@@ -42,18 +42,17 @@ Command = tuple[Any, ...]
 
 
 class RedisClient:
-    """The servers behind one URL.
+    """The servers behind one URL, with at most `max_connections` sockets to each.
 
-    `call_timeout_s` bounds the wait for a reply (None: the caller does), `max_connections` the sockets to one server.
+    The caller bounds every call with `asyncio.timeout`, which closes the socket the call was using. The `socket_timeout`
+    of redis-py stays off: it sends through `asyncio.wait_for`, which before Python 3.12 may swallow a cancellation.
     """
 
-    def __init__(
-        self, url: RedisUrl, *, connect_timeout_s: float, call_timeout_s: float | None, max_connections: int
-    ) -> None:
+    def __init__(self, url: RedisUrl, *, connect_timeout_s: float, max_connections: int) -> None:
         login: dict[str, Any] = {"username": url.username, "password": url.password}
         bounds: dict[str, Any] = {
             "socket_connect_timeout": connect_timeout_s,
-            "socket_timeout": call_timeout_s,
+            "socket_timeout": None,
             "health_check_interval": HEALTH_CHECK_INTERVAL_S,
             "retry": Retry(NoBackoff(), 0),
             "protocol": 2,
@@ -82,7 +81,7 @@ class RedisClient:
             if url.ca_file is not None:
                 where["ssl_ca_certs"] = str(url.ca_file)
             pool = BlockingConnectionPool(
-                max_connections=max_connections, timeout=call_timeout_s, db=url.db, **where, **login, **bounds
+                max_connections=max_connections, timeout=None, db=url.db, **where, **login, **bounds
             )
             self._client = Redis.from_pool(pool)
 

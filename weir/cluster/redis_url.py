@@ -116,6 +116,8 @@ class RedisUrl:
         if kind is RedisKind.CLUSTER and int(db):
             raise ValueError("a Redis Cluster has only database 0")
         ca_file = options.pop("ca", None) if is_tls else None
+        if ca_file is not None and not Path(ca_file).is_file():
+            raise ValueError(f"the certificate authority {ca_file!r} is not a file")
         sentinel_username = options.pop("sentinel_username", None) if kind is RedisKind.SENTINEL else None
         sentinel_password = options.pop("sentinel_password", None) if kind is RedisKind.SENTINEL else None
         if options:

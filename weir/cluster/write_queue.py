@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from itertools import islice
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -149,8 +150,11 @@ class WriteQueue(Generic[_Value]):
         self._num_written += len(replies) - len(refusals) - num_stale
 
     def _merge_back(self) -> dict[Hashable, _Value]:
-        """Unsent values ahead of newer ones, except where a newer one has the same key; within the bound."""
-        unsent = {key: value for key, value in self._in_flight.items() if key not in self._pending}
-        num_excess = max(0, len(unsent) + len(self._pending) - self._max_pending)
-        self._num_dropped += min(num_excess, len(unsent))
-        return {**dict(list(unsent.items())[num_excess:]), **self._pending}
+        """Unsent values in front of those that came since, as if they had never left; within the bound."""
+        merged = dict(self._in_flight)
+        for key, value in self._pending.items():
+            if key not in merged or self._should_replace(merged[key], value):
+                merged[key] = value
+        num_excess = max(0, len(merged) - self._max_pending)
+        self._num_dropped += num_excess
+        return dict(islice(merged.items(), num_excess, None))
