@@ -22,11 +22,10 @@ from weir.runtime.metrics import WorkerMetrics
 from weir.runtime.tracing import tracer
 
 if TYPE_CHECKING:
-    from weir.engine.async_engine import AsyncEngine
-
     from kv_transfer.receiver import TransferClient
     from weir.cluster.block_ownership import OwnershipRecorder
-    from weir.engine.engine import ImportTarget
+    from weir.engine.async_engine import AsyncEngine
+    from weir.engine.claim import ImportTarget
 
 
 class HandoffImporter:
@@ -122,7 +121,6 @@ class HandoffImporter:
                 f"the hand-off has {received.seal.num_tokens} tokens, the sequence {request.num_known_tokens}",
                 hop="transfer",
             )
-        await sink_ready()  # a hand-off of which everything was here already has asked for no block
         return received
 
     async def _allocate(self, key: HandoffKey, request: SequenceRequest) -> ImportTarget:

@@ -25,7 +25,6 @@ from weir.runtime.tracing import extract, tracer
 
 if TYPE_CHECKING:
     from weir.engine.async_engine import AsyncEngine
-
     from weir.engine.token_stream import SequenceNews, TokenStream
 
 logger = logging.getLogger(__name__)
@@ -211,14 +210,15 @@ class Session:
         if stream is None:
             return None  # cancelled meanwhile
         stream_id = stream.opened.stream_id
+        if news.is_last:
+            self._forget(stream)
+            if stream.task is not None and not stream.task.done():
+                stream.task.cancel()  # a deadline that passed during the hand-off
         if news.error is not None:
             news.error.hop = news.error.hop or "decode"
-            self._forget(stream)
             return Failed(stream_id=stream_id, error=news.error)
         if news.delta is None:
             return None
-        if news.delta.finish_reason is not None:
-            self._forget(stream)
         return Tokens(
             stream_id=stream_id,
             delta=news.delta,

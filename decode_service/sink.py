@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from weir.core.errors import TransferProtocolError
 
 if TYPE_CHECKING:
-    from weir.engine.async_engine import AsyncEngine, ImportTarget
+    from weir.engine.async_engine import AsyncEngine
+    from weir.engine.claim import ImportTarget
 
 
 class EngineBlockSink:

@@ -19,11 +19,11 @@ from weir.cluster.block_ownership import BlockGroup, HoldingKind
 from weir.core.errors import OverloadedError, UnavailableError, WrongIncarnationError
 from weir.core.request import RequestId
 from weir.core.worker import Incarnation
+from weir.engine.claim import Denial
 
 if TYPE_CHECKING:
-    from weir.engine.async_engine import AsyncEngine
-
     from weir.cluster.block_ownership import OwnershipRecorder
+    from weir.engine.async_engine import AsyncEngine
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +91,6 @@ class DecodeWorker:
             CapacityExceededError, ContextLengthError: it can never run here.
             HandoffError, WorkerLostError, DeadlineExceededError: its KV did not come.
         """
-        from weir.engine.engine import Denial  # with torch, which a refused setting must not cost
-
         if opened.incarnation != self._incarnation:
             raise WrongIncarnationError(f"this is incarnation {self._incarnation}, the call means {opened.incarnation}")
         if self._is_draining:

@@ -36,10 +36,9 @@ from weir.engine.sequence import PrefillChoice
 from weir.runtime.tracing import tracer
 
 if TYPE_CHECKING:
-    from weir.engine.async_engine import AsyncEngine, PrefillProgress
-
     from kv_transfer.sender import Offer, TransferServer
     from weir.cluster.block_ownership import OwnershipRecorder
+    from weir.engine.async_engine import AsyncEngine, PrefillProgress
 
 logger = logging.getLogger(__name__)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from prometheus_client import Counter
 
 from kv_transfer.stats import TransferStats
@@ -21,9 +23,23 @@ class WorkerMetricsMirror:
         self._is_decode = role is Role.DECODE
         self._seen: dict[Counter, int] = {}
 
-    def refresh(self, engine: EngineStats, transfer: TransferStats, *, is_redis_up: bool) -> None:
-        """One look at everything; costs some microseconds."""
+    def refresh(
+        self,
+        engine: EngineStats,
+        transfer: TransferStats,
+        *,
+        iteration_tokens: Iterable[int],
+        num_handoffs_in_flight: int,
+        is_redis_up: bool,
+    ) -> None:
+        """One look at everything; costs some microseconds.
+
+        Args:
+            iteration_tokens: how many tokens each step computed since the last refresh.
+        """
         metrics = self._metrics
+        for num_tokens in iteration_tokens:
+            metrics.iteration_tokens_total.observe(num_tokens)
         metrics.num_requests_running.set(engine.num_running)
         metrics.num_requests_waiting.set(engine.num_waiting)
         deferred, capacity = engine.num_deferred, engine.num_waiting - engine.num_deferred
@@ -33,7 +49,7 @@ class WorkerMetricsMirror:
         metrics.held_blocks.set(engine.held_blocks)
         metrics.prefill_queued_tokens.set(engine.queued_tokens)
         metrics.decode_free_blocks.set(engine.free_blocks)
-        metrics.handoffs_in_flight.set(transfer.num_in_flight)
+        metrics.handoffs_in_flight.set(num_handoffs_in_flight)
         metrics.redis_up.set(is_redis_up)
 
         self._advance(metrics.prefix_cache_queries, engine.prefix_cache_queries)

@@ -65,6 +65,9 @@ class Transfer(Protocol):
     def stats(self) -> TransferStats: ...
 
     @property
+    def num_in_flight(self) -> int: ...
+
+    @property
     def oldest_progress_age_s(self) -> float: ...
 
 
@@ -111,7 +114,13 @@ async def serve_worker(
     )
 
     def refresh() -> None:
-        mirror.refresh(engine.stats(), transfer.stats, is_redis_up=redis.is_up)
+        mirror.refresh(
+            engine.stats(),
+            transfer.stats,
+            iteration_tokens=engine.take_iteration_tokens(),
+            num_handoffs_in_flight=transfer.num_in_flight,
+            is_redis_up=redis.is_up,
+        )
 
     def info() -> WorkerInfo:
         return description.info(engine.stats(), is_draining=worker.is_draining, num_waiting=worker.num_waiting)
