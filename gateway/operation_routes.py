@@ -23,9 +23,10 @@ async def health() -> dict[str, str]:
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
-    """Whether each model has a decode worker; without a prefill worker decode workers compute prompts themselves."""
-    workers = _ready_workers(services_of(request))
-    is_ready = all(counts[Role.DECODE.value] for counts in workers.values())
+    """Whether requests are taken: each model has a decode worker, which can compute prompts too, and nothing drains."""
+    services = services_of(request)
+    workers = _ready_workers(services)
+    is_ready = not services.admission.is_draining and all(counts[Role.DECODE.value] for counts in workers.values())
     body = {"status": "ready" if is_ready else "not_ready", "models": workers}
     return JSONResponse(body, status_code=200 if is_ready else 503)
 

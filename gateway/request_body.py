@@ -10,6 +10,7 @@ import asyncio
 import json
 import math
 from collections.abc import Mapping
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -24,6 +25,9 @@ Model = TypeVar("Model", bound=BaseModel)
 
 _UTF8_MARK = b"\xef\xbb\xbf"
 _VALUE_CHARS = 60
+
+MAX_DISCARDED_BYTES = 64 * 1024 * 1024
+"""Of a body that is too long; a client that sends more is cut off."""
 
 _WANTED = {
     "int_type": "an integer",
@@ -161,21 +165,26 @@ def _check_content_type(request: Request) -> None:
 
 
 async def _read_body(request: Request, settings: HttpSettings) -> bytes:
+    """The whole body. One that is too long is read on, and thrown away: a client that still sends does not listen."""
     limit = settings.max_body_bytes
+    too_long = PayloadTooLargeError(f"body: over {limit} bytes, which is the limit", param="body")
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise PayloadTooLargeError(f"body: {declared} bytes, the limit is {limit}", param="body")
+    if declared.isdigit() and int(declared) > limit and "expect" in request.headers:
+        raise too_long
     chunks: list[bytes] = []
     size = 0
     try:
-        async with asyncio.timeout(settings.body_timeout_s):
-            async for chunk in request.stream():
+        async with asyncio.timeout(settings.body_timeout_s), aclosing(request.stream()) as stream:
+            async for chunk in stream:
                 size += len(chunk)
-                if size > limit:
-                    raise PayloadTooLargeError(f"body: over {limit} bytes, which is the limit", param="body")
-                chunks.append(chunk)
+                if size <= limit:
+                    chunks.append(chunk)
+                elif size > limit + MAX_DISCARDED_BYTES:
+                    break
     except TimeoutError as exc:
         raise HTTPException(408, f"body: did not arrive within {settings.body_timeout_s:g} s") from exc
+    if size > limit:
+        raise too_long
     return b"".join(chunks)
 
 

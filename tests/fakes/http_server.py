@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +65,13 @@ class Gateway:
         return reader, writer
 
 
+async def until(is_so: Callable[[], bool], *, timeout_s: float = 5.0) -> None:
+    """Let the loop turn until `is_so`."""
+    async with asyncio.timeout(timeout_s):
+        for _ in iter(is_so, True):
+            await asyncio.sleep(0)
+
+
 def make_services(
     pipeline: FakePipeline,
     models: ModelStore,
@@ -115,11 +122,9 @@ async def running_gateway(
 async def running_app(app: ASGIApp, http: HttpSettings) -> AsyncIterator[int]:
     """Any application under uvicorn; gives the port. The server closes its sockets before a failed test goes on."""
     listener = open_listener("127.0.0.1", 0, stall_timeout_s=http.stall_timeout_s)
-    failure: BaseException | None = None
-    async with serve_http(app, listener):
-        try:
-            yield listener.getsockname()[1]
-        except BaseException as exc:
-            failure = exc
-    if failure is not None:
-        raise failure
+    stack = AsyncExitStack()
+    await stack.enter_async_context(serve_http(app, listener))
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        await stack.aclose()
