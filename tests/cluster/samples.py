@@ -52,7 +52,7 @@ def block_hashes(first: int, count: int) -> tuple[BlockHash, ...]:
 
 def connect(url: str, **bounds: Any) -> RedisConnection:
     """A connection with bounds scaled down."""
-    fast: dict[str, Any] = {"connect_timeout_s": 0.2, "call_timeout_s": 0.2, "check_interval_s": 0.05}
+    fast: dict[str, Any] = {"connect_timeout_s": 0.3, "call_timeout_s": 0.5, "check_interval_s": 0.05}
     return RedisConnection.from_url(url, **{**fast, **bounds})
 
 

@@ -84,7 +84,7 @@ async def test_dead_server_is_noticed_within_the_call(redis_server: RedisServer)
         started_s = time.monotonic()
         with pytest.raises(UnavailableError):
             await connection.execute("PING")
-        assert time.monotonic() - started_s < 1.0
+        assert time.monotonic() - started_s < 3.0
         assert not connection.is_up
 
 
@@ -99,13 +99,13 @@ async def test_idle_link_notices_that_redis_hangs(redis_server: RedisServer) -> 
 
 async def test_paused_server_costs_one_time_out_then_nothing(redis_server: RedisServer) -> None:
     async with connect(redis_server.url, check_interval_s=60) as connection:
-        redis_server.call("CLIENT", "PAUSE", 600, "ALL")
+        redis_server.call("CLIENT", "PAUSE", 1_500, "ALL")
         with pytest.raises(UnavailableError, match="no answer in time"):
             await connection.execute("PING")
         started_s = time.monotonic()
         with pytest.raises(UnavailableError, match="is away"):
             await connection.execute("PING")
-        assert time.monotonic() - started_s < 0.05
+        assert time.monotonic() - started_s < 0.4
         async with asyncio.timeout(5):
             await connection.link.wait_until_up()
         assert await connection.run_script(ECHO, [], ["x"]) == b"x"
@@ -262,7 +262,7 @@ async def test_callers_that_wait_for_a_socket_hear_at_once_that_redis_hangs(redi
         async with asyncio.TaskGroup() as group:
             for _ in range(200):
                 group.create_task(ask())
-        assert time.monotonic() - started_s < 1.0
+        assert time.monotonic() - started_s < 5.0  # and not fifty time-outs
         redis_server.resume()
 
 

@@ -118,7 +118,7 @@ async def test_redis_away_for_a_while_changes_nothing_that_is_known(redis_server
 async def test_paused_redis_delays_and_loses_nothing(redis_server: RedisServer) -> None:
     async with everything(redis_server.url) as whole:
         await whole.check()
-        redis_server.call("CLIENT", "PAUSE", 700, "ALL")
+        redis_server.call("CLIENT", "PAUSE", 1_500, "ALL")
         await whole.check()
 
 
@@ -151,7 +151,7 @@ async def test_long_faults_of_redis_delay_and_lose_nothing(redis_server: RedisSe
                 await whole.journal.get(RequestId("request-1"))
             except UnavailableError:
                 num_refused += 1
-            assert time.monotonic() - asked_s < 1.0
+            assert time.monotonic() - asked_s < 3.0
             whole.journal.record(RequestRecord(request_id=RequestId("x"), owner="g1", state=RequestState.DONE))
             await asyncio.sleep(0.05)
         assert num_refused > 50
@@ -204,7 +204,7 @@ async def test_demoted_server_is_given_up_and_used_again_once_promoted(
                 await connection.link.wait_until_up()
             is_over.set()
         assert errors
-        assert longest_s < 1.0
+        assert longest_s < 3.0
         assert await connection.run_script(WRITE, ["k"], ["y"]) == b"y"
 
 

@@ -57,7 +57,8 @@ def test_any_state_with_any_input_follows_the_model() -> None:
 
 async def test_redis_decides_any_state_with_any_input_as_the_model_does(redis_server: RedisServer) -> None:
     """Each pair has its own key: first the stored record, then the input."""
-    pairs = list(itertools.product([None, *MOVES], MOVES))
+    moves = [move for move in MOVES if move[0] < 2]
+    pairs = list(itertools.product([None, *moves], moves))
     async with connect(redis_server.url, call_timeout_s=5.0) as connection, RequestJournal(connection) as journal:
         for index, (stored, _) in enumerate(pairs):
             if stored is not None:

@@ -85,8 +85,7 @@ async def test_heartbeats_carry_the_load_and_are_no_change(redis_server: RedisSe
 async def test_worker_without_heartbeat_is_dropped_only_if_it_does_not_answer(redis_server: RedisServer) -> None:
     prober = Prober(is_alive=True)
     async with connect(redis_server.url) as connection, follow(connection, prober) as directory:
-        redis_server_forget = register(connection, worker_info())
-        await redis_server_forget._heartbeat()  # one heartbeat, then the worker hangs
+        await register(connection, worker_info())._heartbeat()  # one heartbeat, then the worker hangs
         await until(lambda: len(prober.asked) >= 3)
         assert names(directory) == ["d1/a"]
         seen = directory.revision
@@ -119,7 +118,9 @@ async def test_lapse_while_the_own_link_was_not_up_for_a_whole_ttl_does_not_coun
         async with asyncio.timeout(5):
             await directory.wait_for_change(0)
         await until(lambda: not redis_server.call("EXISTS", keys.worker(WorkerId("d1"))))
-        async with register(connection, worker_info("other")):  # its arrival shows that the directory has looked again
+        async with register(
+            connection, worker_info("other"), ttl_s=10
+        ):  # its arrival shows that the directory has looked again
             await until(lambda: len(directory.workers()) == 2)
         await until(lambda: len(directory.workers()) == 1)
         assert names(directory) == ["d1/a"]
@@ -132,7 +133,7 @@ async def test_lapse_while_the_own_link_was_not_up_for_a_whole_ttl_does_not_coun
 async def test_snapshot_stays_while_redis_is_away_and_workers_return_by_themselves(redis_server: RedisServer) -> None:
     prober = Prober(is_alive=False)
     async with connect(redis_server.url) as gateway, connect(redis_server.url) as worker:
-        async with register(worker, worker_info()), follow(gateway, prober) as directory:
+        async with register(worker, worker_info(), ttl_s=5), follow(gateway, prober, ttl_s=5) as directory:
             assert names(directory) == ["d1/a"]
             await asyncio.to_thread(redis_server.kill)
             await until(lambda: not gateway.is_up)
@@ -147,10 +148,11 @@ async def test_snapshot_stays_while_redis_is_away_and_workers_return_by_themselv
 
 async def test_restarted_worker_replaces_its_earlier_incarnation(redis_server: RedisServer) -> None:
     async with connect(redis_server.url) as connection, follow(connection, Prober()) as directory:
-        async with register(connection, worker_info("d1", "a")) as earlier:
+        async with register(connection, worker_info("d1", "a"), ttl_s=5) as earlier:
             await until(lambda: names(directory) == ["d1/a"])
-            async with register(connection, worker_info("d1", "b")) as later:
+            async with register(connection, worker_info("d1", "b"), ttl_s=5) as later:
                 await until(lambda: names(directory) == ["d1/b"])
+                earlier.announce()
                 await until(lambda: earlier.superseded_by == "b")
                 assert later.superseded_by is None
         await until(lambda: not directory.workers())

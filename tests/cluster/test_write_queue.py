@@ -56,7 +56,7 @@ async def test_queue_is_bounded_while_redis_is_away_and_drops_the_oldest(redis_s
         started_s = time.monotonic()
         for index in range(25):
             queue.put(f"k{index}", (f"k{index}", 1))
-        assert time.monotonic() - started_s < 0.1
+        assert time.monotonic() - started_s < 0.4
         assert queue.stats.num_pending == 10
         assert queue.stats.num_dropped == 15
         redis_server.start()
@@ -106,4 +106,4 @@ async def test_leaving_without_redis_is_fast(redis_server: RedisServer, fault: s
             getattr(redis_server, fault)()
             queue.put("k", ("k", 7))
             started_s = time.monotonic()
-        assert time.monotonic() - started_s < 2.0
+        assert time.monotonic() - started_s < 5.0

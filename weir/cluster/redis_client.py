@@ -44,8 +44,9 @@ Command = tuple[Any, ...]
 class RedisClient:
     """The servers behind one URL, with at most `max_connections` sockets to each.
 
-    The caller bounds every call with `asyncio.timeout`, which closes the socket the call was using. The `socket_timeout`
-    of redis-py stays off: it sends through `asyncio.wait_for`, which before Python 3.12 may swallow a cancellation.
+    The caller bounds every call with `asyncio.timeout`, which closes the socket that the call was using. redis-py's
+    own `socket_timeout` stays off: with it a command is sent through `asyncio.wait_for`, which before Python 3.12 may
+    swallow a cancellation.
     """
 
     def __init__(self, url: RedisUrl, *, connect_timeout_s: float, max_connections: int) -> None:
