@@ -49,7 +49,7 @@ async def serve(context: ServiceContext) -> None:
     setup_tracing("weir-gateway", config.otlp_endpoint)
     logger.info("starting", extra=describe_config(config))
     async with open_services(config) as services, AsyncExitStack() as servers:
-        address = await servers.enter_async_context(_http(config, services))
+        address = await servers.enter_async_context(open_http(config, services))
         grpc_server: GrpcServer | None = None
         if config.grpc_port is not None:
             grpc_server = await servers.enter_async_context(
@@ -120,6 +120,19 @@ async def open_services(config: GatewayConfig) -> AsyncIterator[GatewayServices]
         )
 
 
+@asynccontextmanager
+async def open_http(config: GatewayConfig, services: GatewayServices) -> AsyncIterator[str]:
+    """The HTTP server, for as long as the body runs; gives host:port. Raises ConfigError when the address is taken."""
+    try:
+        listener = open_listener(config.host, config.port, stall_timeout_s=config.stall_timeout_s)
+    except OSError as exc:
+        reason = exc.strerror or str(exc)
+        raise ConfigError(f"port: cannot listen on {config.host}:{config.port}: {reason}", param="port") from exc
+    host, port = listener.getsockname()[:2]
+    async with serve_http(create_app(services), listener):
+        yield f"{host}:{port}"
+
+
 async def drain(services: GatewayServices, drain_s: float) -> None:
     """Take nothing new and let what is here finish; what has not after `drain_s` ends with an error it can read."""
     services.admission.refuse_new()
@@ -138,19 +151,6 @@ async def drain(services: GatewayServices, drain_s: float) -> None:
             await services.admission.wait_until_idle()
     except TimeoutError:
         logger.warning("some clients took no last words")
-
-
-@asynccontextmanager
-async def _http(config: GatewayConfig, services: GatewayServices) -> AsyncIterator[str]:
-    """The HTTP server; gives host:port. Raises ConfigError when the address is taken."""
-    try:
-        listener = open_listener(config.host, config.port, stall_timeout_s=config.stall_timeout_s)
-    except OSError as exc:
-        reason = exc.strerror or str(exc)
-        raise ConfigError(f"port: cannot listen on {config.host}:{config.port}: {reason}", param="port") from exc
-    host, port = listener.getsockname()[:2]
-    async with serve_http(create_app(services), listener):
-        yield f"{host}:{port}"
 
 
 if __name__ == "__main__":
