@@ -2,7 +2,8 @@
 
     python -m benchmarks.kv_transfer [--mib 256] [--rounds 5]
 
-Prints MB/s as median and spread, the ratio to each floor of the same round, and what checksums cost.
+Prints MB/s as median and spread, the ratio to the floors of the same round, CPU seconds a GB of both processes
+together (which a busy machine changes less), and what checksums cost. Linux only, for the CPU clock of a process.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection as Pipe
 
 import numpy as np
@@ -36,16 +40,23 @@ LAYOUT = KvLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, kv_
 CHUNK_BYTES = 256 << 10
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One hand-off's worth of bytes: elapsed time, and CPU time of both processes."""
+
+    elapsed_s: float
+    cpu_s: float
+
+
 class Slabs:
     """Source and sink at once: `num_blocks` slabs in one array."""
 
     block_size = LAYOUT.block_size
     block_bytes = LAYOUT.block_bytes
 
-    def __init__(self, num_blocks: int, seed: int | None = None) -> None:
+    def __init__(self, num_blocks: int, seed: int) -> None:
         shape = (num_blocks, self.block_bytes)
-        self.array = np.zeros(shape, dtype=np.uint8)
-        self.array[:] = 1 if seed is None else np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+        self.array = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
     def view(self, block_index: int) -> memoryview:
         return self.array[block_index].data
@@ -69,84 +80,85 @@ def identity(name: str) -> TransferIdentity:
 def serve(pipe: Pipe, directory: str, num_blocks: int, num_offers: int) -> None:
     """The sending process: plain sockets in threads, and two transfer servers (with and without checksums)."""
     slabs = Slabs(num_blocks, seed=0)
-    plain = {"tcp": socket.create_server(("127.0.0.1", 0)), "unix": socket.socket(socket.AF_UNIX)}
-    plain["unix"].bind(f"{directory}/plain.sock")
-    plain["unix"].listen()
+    plain_tcp = socket.create_server(("127.0.0.1", 0))
+    plain_unix = socket.socket(socket.AF_UNIX)
+    plain_unix.bind(f"{directory}/plain.sock")
+    plain_unix.listen()
+    for listener in (plain_tcp, plain_unix):
+        threading.Thread(target=send_plain, args=(listener, slabs), daemon=True).start()
 
-    def send_plain(listener: socket.socket) -> None:
-        payload = memoryview(slabs.array).cast("B")
-        while True:
-            peer, _ = listener.accept()
-            with peer:
-                for start in range(0, payload.nbytes, CHUNK_BYTES):
-                    peer.sendall(payload[start : start + CHUNK_BYTES])
-
-    for listener in plain.values():
-        threading.Thread(target=send_plain, args=(listener,), daemon=True).start()
-
-    async def main() -> None:
+    async def serve_offers() -> None:
         addresses: dict[str, tuple[str, ...]] = {}
-        servers = []
-        for kind in ("checksums", "none"):
-            listen = ("tcp://127.0.0.1:0", f"unix://{directory}/{kind}.sock")
-            config = SenderConfig(wants_checksums=kind == "checksums", lease_s=3600.0)
-            server = await TransferServer(identity("p"), listen, config).__aenter__()
-            servers.append(server)
-            addresses[kind] = server.addresses
-            for index in range(num_offers):
-                offer = server.offer(
-                    HandoffKey(HandoffId(f"h{index}"), 1),
-                    decode_incarnation="d",
-                    adapter="",
-                    source=slabs,
-                    deadline=Deadline.never(),
-                    on_end=lambda *_: None,
-                )
-                first_token = FirstToken(choice_index=0, token_id=0)
-                offer.seal(Seal(num_tokens=num_blocks * LAYOUT.block_size, first_token=first_token))
-        pipe.send((plain["tcp"].getsockname()[1], addresses))
-        await asyncio.to_thread(pipe.recv)
-        for server in servers:
-            await server.__aexit__(None, None, None)
+        async with AsyncExitStack() as stack:
+            for kind in ("checksums", "none"):
+                listen = ("tcp://127.0.0.1:0", f"unix://{directory}/{kind}.sock")
+                config = SenderConfig(wants_checksums=kind == "checksums", lease_s=3600.0)
+                server = await stack.enter_async_context(TransferServer(identity("p"), listen, config))
+                addresses[kind] = server.addresses
+                for index in range(num_offers):
+                    offer_sealed(server, HandoffKey(HandoffId(f"h{index}"), 1), slabs, num_blocks)
+            pipe.send((plain_tcp.getsockname()[1], addresses))
+            await asyncio.to_thread(pipe.recv)
 
-    uvloop.run(main())
+    uvloop.run(serve_offers())
 
 
-def receive_plain(sock: socket.socket, slabs: Slabs) -> float:
+def offer_sealed(server: TransferServer, key: HandoffKey, slabs: Slabs, num_blocks: int) -> None:
+    offer = server.offer(
+        key,
+        decode_incarnation="d",
+        adapter="",
+        source=slabs,
+        deadline=Deadline.never(),
+        on_end=lambda *_: None,
+    )
+    first_token = FirstToken(choice_index=0, token_id=0)
+    offer.seal(Seal(num_tokens=num_blocks * LAYOUT.block_size, first_token=first_token))
+
+
+def send_plain(listener: socket.socket, slabs: Slabs) -> None:
+    """To everyone who connects, all bytes."""
+    payload = memoryview(slabs.array).cast("B")
+    while True:
+        peer, _ = listener.accept()
+        with peer:
+            for start in range(0, payload.nbytes, CHUNK_BYTES):
+                peer.sendall(payload[start : start + CHUNK_BYTES])
+
+
+def receive_plain(sock: socket.socket, slabs: Slabs) -> None:
     view = memoryview(slabs.array).cast("B")
+    num_read = 0
     with sock:
-        started_s = time.perf_counter()
-        num_read = 0
         while num_read < view.nbytes:
             num_read += sock.recv_into(view[num_read:])
-        return time.perf_counter() - started_s
 
 
-def connect_unix(path: str) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX)
-    sock.connect(path)
-    return sock
-
-
-async def measure(pipe: Pipe, directory: str, num_blocks: int, num_rounds: int) -> dict[str, list[float]]:
-    """Seconds of each way, round by round."""
+async def measure(
+    pipe: Pipe, sender_pid: int, directory: str, num_blocks: int, num_rounds: int
+) -> dict[str, list[Sample]]:
+    """Samples of each way, round by round."""
     port, addresses = await asyncio.to_thread(pipe.recv)
-    slabs, other = Slabs(num_blocks), Slabs(num_blocks, seed=1)
-    seconds: dict[str, list[float]] = {}
-    num_fetched = dict.fromkeys(("checksums", "none"), 0)
+    slabs, other = Slabs(num_blocks, seed=1), Slabs(num_blocks, seed=2)
+    num_fetched = dict.fromkeys(addresses, 0)
 
     async def sink_ready() -> Slabs:
         return slabs
 
-    def copy() -> float:
-        started_s = time.perf_counter()
+    async def copy() -> None:
         np.copyto(slabs.array, other.array)
-        return time.perf_counter() - started_s
 
-    async def fetch(client: TransferClient, kind: str, address: str) -> float:
+    async def plain_tcp() -> None:
+        receive_plain(socket.create_connection(("127.0.0.1", port)), slabs)
+
+    async def plain_unix() -> None:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(f"{directory}/plain.sock")
+        receive_plain(sock, slabs)
+
+    async def fetch(client: TransferClient, kind: str, address: str) -> None:
         key = HandoffKey(HandoffId(f"h{num_fetched[kind]}"), 1)
         num_fetched[kind] += 1
-        started_s = time.perf_counter()
         await client.fetch(
             address=address,
             incarnation="p",
@@ -156,47 +168,53 @@ async def measure(pipe: Pipe, directory: str, num_blocks: int, num_rounds: int) 
             sink_ready=sink_ready,
             deadline=Deadline.after(120.0),
         )
-        return time.perf_counter() - started_s
 
+    def cpu_s() -> float:
+        sender_clock = (~sender_pid << 3) | 2  # clock_getcpuclockid(3)
+        return time.process_time() + time.clock_gettime(sender_clock)
+
+    samples: dict[str, list[Sample]] = {}
     with_checksums = TransferClient(identity("d"))
     without = TransferClient(identity("d"), ReceiverConfig(wants_checksums=False))
-    floors: dict[str, Callable[[], float]] = {
-        "memcpy": copy,
-        "plain tcp": lambda: receive_plain(socket.create_connection(("127.0.0.1", port)), slabs),
-        "plain unix": lambda: receive_plain(connect_unix(f"{directory}/plain.sock"), slabs),
-    }
     async with with_checksums, without:
+        ways: dict[str, Callable[[], Awaitable[None]]]
+        ways = {"memcpy": copy, "plain tcp": plain_tcp, "plain unix": plain_unix}
+        for kind, client in (("checksums", with_checksums), ("none", without)):
+            for address in addresses[kind]:
+                name = f"weir {address.partition(':')[0]}{', checksums' if kind == 'checksums' else ''}"
+                ways[name] = partial(fetch, client, kind, address)
         for round_index in range(num_rounds + 1):
-            for name, floor in floors.items():
-                elapsed_s = floor()
+            for name, way in ways.items():
+                started_s, started_cpu_s = time.perf_counter(), cpu_s()
+                await way()
+                sample = Sample(time.perf_counter() - started_s, cpu_s() - started_cpu_s)
                 if round_index:  # the first round warms up
-                    seconds.setdefault(name, []).append(elapsed_s)
-            for kind, client in (("checksums", with_checksums), ("none", without)):
-                for address in addresses[kind]:
-                    elapsed_s = await fetch(client, kind, address)
-                    if round_index:
-                        name = f"weir {address.partition(':')[0]}{', checksums' if kind == 'checksums' else ''}"
-                        seconds.setdefault(name, []).append(elapsed_s)
+                    samples.setdefault(name, []).append(sample)
     pipe.send("done")
-    return seconds
+    return samples
 
 
-def report(seconds: dict[str, list[float]], num_bytes: int) -> None:
-    def ratio(name: str, floor: str) -> str:
-        ratios = [base / own for own, base in zip(seconds[name], seconds[floor], strict=True)]
-        return f"{statistics.median(ratios):5.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+def report(samples: dict[str, list[Sample]], num_bytes: int) -> None:
+    def ratio(name: str, floor: str, unit: str) -> str:
+        pairs = zip(samples[name], samples[floor], strict=True)
+        each = [getattr(base, unit) / getattr(own, unit) for own, base in pairs]
+        return f"{statistics.median(each):.2f} ({min(each):.2f} to {max(each):.2f})"
 
-    for name, elapsed in seconds.items():
-        rates = sorted(num_bytes / each / 1e6 for each in elapsed)
-        line = f"{name:22} {statistics.median(rates):7.0f} MB/s ({rates[0]:.0f} to {rates[-1]:.0f})"
+    for name, of_way in samples.items():
+        rates = sorted(num_bytes / each.elapsed_s / 1e6 for each in of_way)
+        spread = f"({rates[0]:.0f} to {rates[-1]:.0f})"
+        cost = statistics.median(each.cpu_s for each in of_way) / num_bytes * 1e9
+        print(f"{name:22} {statistics.median(rates):6.0f} MB/s {spread:16} {cost:.2f} CPU s/GB")
         if name.startswith("weir"):
             plain = "plain tcp" if "tcp" in name else "plain unix"
-            line += f"   of {plain}: {ratio(name, plain)}   of memcpy: {ratio(name, 'memcpy')}"
-        print(line)
+            print(f"{'':22} speed over {plain}: {ratio(name, plain, 'elapsed_s')}")
+            print(f"{'':22} speed over memcpy: {ratio(name, 'memcpy', 'elapsed_s')}")
+            print(f"{'':22} CPU time of {plain} over ours: {ratio(name, plain, 'cpu_s')}")
     for scheme in ("tcp", "unix"):
-        with_them, without = f"weir {scheme}, checksums", f"weir {scheme}"
-        costs = [(own - base) / base for own, base in zip(seconds[with_them], seconds[without], strict=True)]
-        print(f"checksums over {scheme}: {statistics.median(costs):+.1%} time")
+        for label, unit in (("time", "elapsed_s"), ("CPU time", "cpu_s")):
+            pairs = zip(samples[f"weir {scheme}, checksums"], samples[f"weir {scheme}"], strict=True)
+            costs = [getattr(own, unit) / getattr(base, unit) - 1 for own, base in pairs]
+            print(f"checksums over {scheme}: {statistics.median(costs):+.1%} {label}")
 
 
 def main() -> None:
@@ -205,16 +223,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     num_blocks = (arguments.mib << 20) // LAYOUT.block_bytes
+    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
-        ours, theirs = multiprocessing.get_context("spawn").Pipe()
-        process = multiprocessing.get_context("spawn").Process(
-            target=serve, args=(theirs, directory, num_blocks, 2 * (arguments.rounds + 1)), daemon=True
-        )
+        ours, theirs = context.Pipe()
+        num_offers = 2 * (arguments.rounds + 1)
+        process = context.Process(target=serve, args=(theirs, directory, num_blocks, num_offers), daemon=True)
         process.start()
-        seconds = uvloop.run(measure(ours, directory, num_blocks, arguments.rounds))
+        assert process.pid is not None
+        samples = uvloop.run(measure(ours, process.pid, directory, num_blocks, arguments.rounds))
         process.join()
     print(f"{num_blocks} blocks of {LAYOUT.block_bytes >> 10} KiB, {arguments.rounds} rounds, {os.cpu_count()} cores")
-    report(seconds, num_blocks * LAYOUT.block_bytes)
+    report(samples, num_blocks * LAYOUT.block_bytes)
 
 
 if __name__ == "__main__":

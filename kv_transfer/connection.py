@@ -78,6 +78,7 @@ class Connection(asyncio.BufferedProtocol):
         stats: TransferStats,
         clock: Clock,
     ) -> None:
+        self.tune: Callable[[asyncio.Transport], None] | None = None  # what its transport does once it is made
         self._transport_name = transport_name
         self._stats = stats
         self._handler = handler
@@ -155,6 +156,8 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.abort()
             return
         self._transport.set_write_buffer_limits(high=0)
+        if self.tune is not None:
+            self.tune(self._transport)
         self._opened_s = self._last_received_s = self._clock()
         self._heartbeat.start()
         if (hello := self._handshake.start()) is not None:

@@ -36,6 +36,7 @@ class FetchLink:
         )
         self._stats = stats
         self._handoffs: dict[HandoffKey, HandoffSink] = {}
+        self._receiving: HandoffSink | None = None  # whose payload comes, unless it is discarded
         self._renewals: PeriodicTimer | None = None
         self._failure: HopFailedError | None = None
 
@@ -83,10 +84,15 @@ class FetchLink:
         if handoff is None:
             self._stats.stale_frames_total += 1
             return None
+        self._receiving = handoff
         return handoff.payload_target(frame.blocks, size_bytes)
 
     def frame_received(self, connection: Connection, frame: Frame, payload: memoryview | None) -> None:
         """See ConnectionHandler."""
+        if payload is not None:
+            assert self._receiving is not None
+            self._receiving.payload_received(frame.blocks, payload)
+            return
         body = frame.WhichOneof("body")
         key = frame_key(frame)
         if key is None or body == "abort_ack":
@@ -98,10 +104,7 @@ class FetchLink:
                     handoff.lost(frame.abort.reason)
                 connection.send(abort_ack_frame(key, drained=True))
             case "blocks":
-                if handoff is not None and payload is not None:
-                    handoff.payload_received(frame.blocks, payload)
-                elif handoff is not None and handoff.is_live:
-                    raise TransferProtocolError(f"{key}: blocks without payload", hop="transfer")
+                pass  # the payload went nowhere: its hand-off is over
             case "seal" | "handoff_lost" if handoff is None:
                 self._stats.stale_frames_total += 1
             case "seal" if handoff is not None:

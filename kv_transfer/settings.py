@@ -39,7 +39,8 @@ class SenderConfig:
         lease_s: how long a sealed hold lives without RENEW.
         park_timeout_s: how long a FETCH waits for its offer, or for the binding to its sender.
         max_parked: fetches that may wait so.
-        frame_bytes: most payload of one frame; turns among transfers are of this size.
+        frame_bytes: most payload of one frame; turns among transfers are of this size. Half of it costs a tenth more
+            CPU time a byte, twice of it saves nothing.
         wants_checksums: whether payload carries checksums; the decode worker may want them too.
     """
 
@@ -47,7 +48,7 @@ class SenderConfig:
     park_timeout_s: float = 5.0
     max_parked: int = 1024
     max_connections: int = 1024
-    frame_bytes: int = 256 << 10
+    frame_bytes: int = 512 << 10
     wants_checksums: bool = True
     timing: ConnectionTiming = field(default_factory=ConnectionTiming)
 

@@ -10,6 +10,7 @@ import socket
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from urllib.parse import urlsplit
 
 from kv_transfer.connection import Connection
@@ -41,8 +42,7 @@ class SocketTransport:
         loop = asyncio.get_running_loop()
         target = _parse(address)
         if isinstance(target, str):
-            transport, connection = await loop.create_unix_connection(make_connection, target)
-            _enlarge_buffers(transport)
+            _, connection = await loop.create_unix_connection(partial(_tuned, make_connection), target)
         else:
             _, connection = await loop.create_connection(make_connection, *target)
         return connection
@@ -52,7 +52,7 @@ class SocketTransport:
         target = _parse(address)
         if isinstance(target, str):
             _remove_stale(target)
-            server = await loop.create_unix_server(make_connection, target)
+            server = await loop.create_unix_server(partial(_tuned, make_connection), target)
             os.chmod(target, 0o600)
             return SocketListener(address, server, target)
         host, _ = target
@@ -96,7 +96,13 @@ def _remove_stale(path: str) -> None:
             raise OSError(errno.EADDRINUSE, f"{path} is in use")
 
 
-def _enlarge_buffers(transport: asyncio.BaseTransport) -> None:
+def _tuned(make_connection: Callable[[], Connection]) -> Connection:
+    connection = make_connection()
+    connection.tune = _enlarge_buffers
+    return connection
+
+
+def _enlarge_buffers(transport: asyncio.Transport) -> None:
     sock = transport.get_extra_info("socket")
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         sock.setsockopt(socket.SOL_SOCKET, option, UNIX_BUFFER_BYTES)
