@@ -39,9 +39,9 @@ class RequestScopeMiddleware:
             return
         headers = dict(scope["headers"])
         label = _label(headers.get(REQUEST_ID_HEADER, b""))
-        answer = _Answer(send, (label or f"req-{uuid.uuid4().hex}").encode("ascii"))
+        answer = _Answer(send, label)
         scope[caller.SCOPE_KEY] = Caller(api_key=scope.get(auth.SCOPE_KEY, ""), label=label, arrived_s=time.monotonic())
-        log_token = logs.request_id.set(answer.request_id.decode("ascii"))
+        log_token = logs.request_id.set(f"req-{uuid.uuid4().hex}")
         trace_token = trace_context.attach(extract(_trace_headers(scope))) if TRACE_HEADER in headers else None
         try:
             await self._app(scope, receive, answer.send)
@@ -59,17 +59,18 @@ class RequestScopeMiddleware:
 
 
 class _Answer:
-    """Adds the request id to the header of an answer."""
+    """Adds an id to the header of an answer: the client's own, else the one that the log and the cluster know."""
 
-    def __init__(self, send: Send, request_id: bytes) -> None:
+    def __init__(self, send: Send, label: str) -> None:
         self._send = send
-        self.request_id = request_id
+        self._label = label
         self.is_started = False
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.is_started = True
-            headers: list[Any] = [*message.get("headers", ()), (REQUEST_ID_HEADER, self.request_id)]
+            request_id = (self._label or logs.request_id.get()).encode("ascii")
+            headers: list[Any] = [*message.get("headers", ()), (REQUEST_ID_HEADER, request_id)]
             message = {**message, "headers": headers}
         await self._send(message)
 

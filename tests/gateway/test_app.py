@@ -219,6 +219,10 @@ async def test_an_id_of_the_client_is_repeated_unless_no_header_can_hold_it(pipe
         first = await gateway.client.get("/health")
         second = await gateway.client.get("/health")
         assert first.headers["x-request-id"] != second.headers["x-request-id"]
+        for is_stream in (False, True):
+            answer = await gateway.client.post("/v1/completions", json={"prompt": "hi", "stream": is_stream})
+            assert answer.headers["x-request-id"] == pipeline.prompts[-1].request_id
+            assert pipeline.prompts[-1].request_id in answer.text
 
 
 async def test_a_trace_of_the_client_is_continued(pipeline, models):
