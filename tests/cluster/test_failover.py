@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 import pytest
 
@@ -20,6 +21,8 @@ from weir.core.deadline import Deadline
 from weir.core.errors import UnavailableError
 from weir.core.request import HandoffId, HandoffKey, RequestId
 from weir.core.worker import Incarnation, WorkerId
+
+_Answer = TypeVar("_Answer")
 
 D1 = WorkerId("d1")
 KEY = HandoffKey(HandoffId("h1"), 0)
@@ -63,7 +66,7 @@ class Everything:
             await until(lambda: self.index.match(CHAIN) == {D1: 3 + self._num_checks % 3})
             assert [info.worker_id for info in self.directory.workers()] == [D1]
 
-    async def _ask(self, question):  # type: ignore[no-untyped-def]
+    async def _ask(self, question: Callable[[], Awaitable[_Answer]]) -> _Answer:
         """A client that comes again when it is told 503."""
         while True:
             try:

@@ -17,16 +17,24 @@ from weir.core.worker import WorkerId, WorkerInfo
 D1 = WorkerId("d1")
 
 
+class ListedWorkers:
+    """A directory whose list the test changes."""
+
+    def __init__(self, infos: Sequence[WorkerInfo]) -> None:
+        self.listed = list(infos)
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        return tuple(self.listed)
+
+
 @asynccontextmanager
 async def following(
     connection: RedisConnection, infos: Sequence[WorkerInfo], **bounds: int
 ) -> AsyncIterator[tuple[KvIndex, list[WorkerInfo]]]:
-    """An index whose directory lists `infos`; the list may be changed until the end."""
-    listed = list(infos)
-    directory = WorkerDirectory(connection, probe=says_yes, ttl_s=60)
-    directory.workers = lambda: tuple(listed)  # type: ignore[method-assign]
+    """An index, and the list of the workers that it follows."""
+    directory = ListedWorkers(infos)
     async with KvIndex(connection, directory, **bounds) as index:
-        yield index, listed
+        yield index, directory.listed
 
 
 async def test_index_has_what_was_cached_before_and_what_changes_later(redis_server: RedisServer) -> None:

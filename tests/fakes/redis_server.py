@@ -145,7 +145,7 @@ class RedisServer:
 
     def call(self, *command: Any) -> Any:
         with self.client() as client:
-            return client.execute_command(*command)
+            return client.execute_command(*command)  # type: ignore[no-untyped-call]
 
     def num_clients(self) -> int:
         """Open connections, without the one that asks."""

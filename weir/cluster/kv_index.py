@@ -11,17 +11,16 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from weir.cluster import keys
 from weir.cluster.connection import RedisConnection, ScriptCall
 from weir.cluster.owned_tasks import OwnedTasks
 from weir.cluster.prefix_map import PrefixMap
 from weir.cluster.scripts import KV_HEAD
-from weir.cluster.worker_registry import WorkerDirectory
 from weir.core.block_hash import HASH_BYTES, BlockHash
 from weir.core.errors import UnavailableError
-from weir.core.worker import Incarnation, WorkerId
+from weir.core.worker import Incarnation, WorkerId, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +56,12 @@ class _Followed:
     position: _Position | None = None
 
 
+class WorkerSource(Protocol):
+    """The part of `worker_registry.WorkerDirectory` that the index follows."""
+
+    def workers(self) -> tuple[WorkerInfo, ...]: ...
+
+
 class KvIndex:
     """An async context manager.
 
@@ -65,9 +70,7 @@ class KvIndex:
         max_entries: most pairs of worker and block in memory (some 200 bytes each).
     """
 
-    def __init__(
-        self, connection: RedisConnection, directory: WorkerDirectory, *, max_entries: int = 2_000_000
-    ) -> None:
+    def __init__(self, connection: RedisConnection, directory: WorkerSource, *, max_entries: int = 2_000_000) -> None:
         self._connection = connection
         self._directory = directory
         self._map = PrefixMap(max_entries)
