@@ -89,14 +89,11 @@ def test_no_import_goes_up_or_sideways() -> None:
 
 
 def test_no_allowance_is_left_over() -> None:
-    """A row may not allow a third party that the floors below and the sources no longer need."""
-    used = {folder: set[str]() for folder in TABLE}
-    for path in source_files():
-        used[folder_of(path)].update(_target(found.module) for found in imports_of(path))
-    everything = set().union(*used.values())
+    """A library that nothing imports any more leaves the table, and then pyproject.toml."""
+    used = {_target(found.module) for path in source_files() for found in imports_of(path)}
     allowed = set().union(*(row.third_parties for row in TABLE.values()))
-    generated = {"google"}
-    assert allowed - everything - generated == set()
+    # Generated code imports google; Triton is for the kernels of GPUs.
+    assert allowed - used <= {"google", "triton"}
 
 
 @pytest.mark.parametrize(
