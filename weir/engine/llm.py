@@ -11,6 +11,7 @@ from weir.core.errors import InvalidRequestError, WeirError
 from weir.core.request import FinishReason, RequestId, SamplingParams, SequenceRequest, TokenLogprobs
 from weir.engine.config import EngineConfig
 from weir.engine.engine import Engine, News
+from weir.engine.stats import EngineStats
 from weir.engine.step_computation import Runner, load_model_runner
 from weir.engine.token_stream import SequenceNews
 
@@ -122,6 +123,11 @@ class LLM:
             if isinstance(prompt, str):
                 generation.text = self.tokenizer.decode(generation.token_ids)
         return generations
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the engine says of itself after its latest step."""
+        return self._engine.stats
 
     def check_integrity(self) -> None:
         """Raises AssertionError: says which law of the engine is broken."""
