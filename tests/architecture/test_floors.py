@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
+from importlib.metadata import packages_distributions
 
 import pytest
 
@@ -94,6 +97,25 @@ def test_no_allowance_is_left_over() -> None:
     allowed = set().union(*(row.third_parties for row in TABLE.values()))
     # Generated code imports google; Triton is for the kernels of GPUs.
     assert allowed - used <= {"google", "triton"}
+
+
+def test_every_library_is_a_declared_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = [
+        *project["dependencies"],
+        *(name for extra in project["optional-dependencies"].values() for name in extra),
+    ]
+    declared = {_normal(re.split(r"[\[<>=;~! ]", name)[0]) for name in listed}
+    distributions = packages_distributions()
+    roots = {_target(found.module) for path in source_files() for found in imports_of(path)}
+    libraries = {root for root in roots if "/" not in root and root in distributions} - {*TOP_FOLDERS}
+    undeclared = {root for root in libraries if not declared & {_normal(name) for name in distributions[root]}}
+    # These come with what they belong to.
+    assert undeclared <= {"starlette", "pydantic_core"}
+
+
+def _normal(name: str) -> str:
+    return name.lower().replace("_", "-")
 
 
 @pytest.mark.parametrize(
