@@ -56,28 +56,33 @@ class CountingRunner:
         self.num_blocks = config.num_blocks or 64
         self.max_model_len = config.max_model_len or min(CARD.max_model_len, self.num_blocks * config.block_size)
         self.cache = PagedKvCache(self.layout, self.num_blocks, torch.device("cpu"))
-        self._permits = threading.Semaphore(0)
+        self._changed = threading.Condition()
+        self._num_allowed = 0
         self._is_held = False
         self.num_steps_begun = 0
 
     def hold(self) -> None:
-        self._is_held = True
+        with self._changed:
+            self._is_held = True
+            self._num_allowed = self.num_steps_begun
 
     def allow(self, num_steps: int = 1) -> None:
-        for _ in range(num_steps):
-            self._permits.release()
+        with self._changed:
+            self._num_allowed += num_steps
+            self._changed.notify_all()
 
     def run_freely(self) -> None:
-        self._is_held = False
-        self._permits.release(1_000_000)
+        with self._changed:
+            self._is_held = False
+            self._changed.notify_all()
 
     def warm_up(self) -> None:
         """Nothing to warm."""
 
     def execute(self, batch: Batch) -> torch.Tensor:
-        self.num_steps_begun += 1
-        if self._is_held:
-            self._permits.acquire()
+        with self._changed:
+            self.num_steps_begun += 1
+            self._changed.wait_for(lambda: not self._is_held or self.num_steps_begun <= self._num_allowed)
         layer = self.cache.layer(0)
         size = self.layout.block_size
         for slot, token_id, position in zip(
