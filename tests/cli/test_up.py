@@ -2,69 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import signal
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.fakes.local_cluster import local_cluster
 from tests.fakes.tiny_model import write_tiny_model
 from weir.cli.__main__ import main
 from weir.cli.probes import free_ports
 
-ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 120.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
-    process: asyncio.subprocess.Process
-    url: str
-
-    async def until(self, words: str) -> str:
-        """The next line that has `words`."""
-        assert self.process.stderr is not None
-        seen = ""
-        async with asyncio.timeout(START_TIMEOUT_S):
-            async for raw in self.process.stderr:
-                seen += (line := raw.decode())
-                if words in line:
-                    return line
-        raise AssertionError(f"ended before {words!r}:\n{seen}")
-
-    def pid_of(self, service: str) -> int:
-        """The child that runs `python -m service`."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        for pid in children:
-            if f"\0-m\0{service}\0" in Path(f"/proc/{pid}/cmdline").read_text():
-                return int(pid)
-        raise AssertionError(f"no {service} among {children}")
-
-
-@asynccontextmanager
-async def _up(home: Path, model_dir: Path) -> AsyncIterator[Running]:
-    port, grpc_port = free_ports(2)
-    argv = [
-        *("--model", str(model_dir), "--home", str(home), "--port", str(port), "--grpc-port", str(grpc_port)),
-        *("--kv-cache-memory-bytes", "8MiB", "--max-model-len", "512"),
-    ]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "weir.cli", "up", *argv), cwd=ROOT, stderr=asyncio.subprocess.PIPE
-    )
-    try:
-        yield Running(process=process, url=f"http://127.0.0.1:{port}")
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+OPTIONS = ("--kv-cache-memory-bytes", "8MiB", "--max-model-len", "512")
 
 
 async def _complete(client: httpx.AsyncClient) -> list[int]:
@@ -81,11 +33,11 @@ async def _complete(client: httpx.AsyncClient) -> list[int]:
 async def test_it_serves_heals_and_drains() -> None:
     with tempfile.TemporaryDirectory(prefix="weir-") as folder:
         model_dir = write_tiny_model(Path(folder) / "tiny")
-        async with _up(Path(folder) / "home", model_dir) as running:
+        async with local_cluster(*OPTIONS, home=Path(folder) / "home", model=model_dir) as running:
             await running.until("weir: ready after")
             async with httpx.AsyncClient(base_url=running.url, timeout=60) as client:
                 before = await _complete(client)
-                os.kill(running.pid_of("prefill_service"), signal.SIGKILL)
+                running.kill("prefill_service")
                 assert "SIGKILL; starts again" in await running.until("prefill-1 was ended")
                 assert await _complete(client) == before
                 await running.until("prefill-1 ready")

@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face hub on loopback: one repository of local files, over the paths its client asks for."""
+"""A stand-in for the Hugging Face hub on loopback: one repository of local files, over the paths its client asks."""
 
 from __future__ import annotations
 
