@@ -3,9 +3,12 @@
     python -m benchmarks.gateway [--streams 32] [--tokens 2000] [--requests 300] [--model-dir DIR]
 
 A child process serves the real application over a pipeline that puts one token a step into each stream, as a decode
-worker's messages would; this process is the client. Figures are CPU seconds of the child, so they hold on a busy
-machine: medians over the rounds, with the spread. Floors: 25 us a streamed token at 32 streams, 3 ms a request of
-1,000 prompt tokens.
+worker's messages would; this process is the client. Figures are CPU time of the child: medians over the rounds, with
+the spread. Limits: 25 us a streamed token at 32 streams, 3 ms a request of 1,000 prompt tokens.
+
+A token's cost is shown three times: the application by itself (its messages go nowhere), the whole process with real
+sockets, and a process that does nothing but write the same bytes to as many sockets. What the whole costs beyond the
+other two together is the HTTP server and what the kernel takes for waking the client.
 """
 
 from __future__ import annotations
@@ -17,13 +20,17 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, ClassVar, cast
 
 import httpx
 import uvloop
+from fastapi import FastAPI
+from starlette.types import Message
 
 from gateway.app import create_app
 from gateway.generation_stream import ChoiceNews, GenerationStream
@@ -36,6 +43,9 @@ from weir.core.request import FinishReason, TokenDelta
 
 NUM_ROUNDS = 5
 PROMPT_TOKENS = 1000
+
+CHUNK = b"x" * 210
+"""About the bytes of one chunk with its chunked encoding."""
 
 
 class SteppingPipeline:
@@ -76,8 +86,31 @@ class SteppingPipeline:
             await asyncio.sleep(0.001)
 
 
+class BareWriter(asyncio.Protocol):
+    """Writes the bytes of a chunk to every connection at each step, and knows nothing else."""
+
+    connections: ClassVar[dict[asyncio.Transport, int]] = {}
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass
+
+    def data_received(self, data: bytes) -> None:
+        self.connections[self._transport] = int(data)
+
+    @classmethod
+    async def run(cls) -> None:
+        while True:
+            for transport, remaining in list(cls.connections.items()):
+                transport.write(CHUNK)
+                cls.connections[transport] = remaining - 1
+                if remaining == 1:
+                    del cls.connections[transport]
+                    transport.close()
+            await asyncio.sleep(0.001)
+
+
 def serve(model_dir: Path | None, pipe: Connection) -> None:
-    """The child: answers each message on `pipe` with its CPU seconds so far."""
+    """The child: answers messages on `pipe` with CPU seconds, its own so far or those of a run of the application."""
     uvloop.run(_serve(model_dir, pipe))
 
 
@@ -87,12 +120,48 @@ async def _serve(model_dir: Path | None, pipe: Connection) -> None:
         pipeline = SteppingPipeline(model.tokenizer.encode("Hello there world, the answer is 9."))
         http = HttpSettings()
         app = create_app(make_services(pipeline, ModelStore([model]), http=http))
-        async with running_app(app, http) as port, asyncio.TaskGroup() as group:
-            stepping = group.create_task(pipeline.run())
-            pipe.send((port, model.card.name))
-            while await asyncio.to_thread(pipe.recv) is not None:
-                pipe.send(time.process_time())
-            stepping.cancel()
+        bare = await asyncio.get_running_loop().create_server(BareWriter, "127.0.0.1", 0)
+        async with bare, running_app(app, http) as port, asyncio.TaskGroup() as group:
+            tasks = [group.create_task(pipeline.run()), group.create_task(BareWriter.run())]
+            pipe.send((port, bare.sockets[0].getsockname()[1]))
+            while (asked := await asyncio.to_thread(pipe.recv)) is not None:
+                started_s = time.process_time()
+                if asked:
+                    await call_all(app, *asked)
+                    pipe.send(time.process_time() - started_s)
+                else:
+                    pipe.send(started_s)
+            for task in tasks:
+                task.cancel()
+
+
+async def call_all(app: FastAPI, num_streams: int, num_tokens: int) -> None:
+    """The application without a server: streams whose messages are thrown away."""
+    body = chat_body(num_tokens)
+
+    async def call() -> None:
+        is_read = False
+
+        async def receive() -> Message:
+            nonlocal is_read
+            if is_read:
+                await asyncio.Event().wait()
+            is_read = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message: Message) -> None:
+            """Nobody listens."""
+
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/chat/completions", "raw_path": b"/v1/chat/completions",
+            "query_string": b"", "root_path": "", "scheme": "http", "http_version": "1.1",
+            "headers": [(b"content-type", b"application/json")], "server": ("x", 80), "client": ("x", 1),
+        }  # fmt: skip
+        await app(scope, receive, send)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(num_streams):
+            group.create_task(call())
 
 
 class Child:
@@ -103,10 +172,15 @@ class Child:
         self._pipe, inner = context.Pipe()
         self._process = context.Process(target=serve, args=(model_dir, inner))
         self._process.start()
-        self.port, self.model = self._pipe.recv()
+        self.port, self.bare_port = self._pipe.recv()
 
     def cpu_s(self) -> float:
-        self._pipe.send("cpu")
+        self._pipe.send(())
+        return float(self._pipe.recv())
+
+    def application_cpu_s(self, num_streams: int, num_tokens: int) -> float:
+        """CPU seconds of as many streams through the application alone."""
+        self._pipe.send((num_streams, num_tokens))
         return float(self._pipe.recv())
 
     def stop(self) -> None:
@@ -114,10 +188,22 @@ class Child:
         self._process.join()
 
 
+def chat_body(num_tokens: int) -> bytes:
+    fields = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": num_tokens}
+    return json.dumps(fields).encode()
+
+
+async def read_bare(port: int, num_chunks: int) -> None:
+    """One connection to the bare writer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(str(num_chunks).encode())
+    assert len(await reader.read(-1)) == num_chunks * len(CHUNK)
+    writer.close()
+
+
 async def stream_once(port: int, num_tokens: int) -> None:
     """One streamed chat, read as fast as it comes."""
-    fields = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": num_tokens}
-    body = json.dumps(fields).encode()
+    body = chat_body(num_tokens)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
     writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
@@ -126,10 +212,10 @@ async def stream_once(port: int, num_tokens: int) -> None:
     writer.close()
 
 
-async def stream_all(port: int, num_streams: int, num_tokens: int) -> None:
+async def at_once(read: Callable[[int, int], Coroutine[Any, Any, None]], port: int, num: int, num_tokens: int) -> None:
     async with asyncio.TaskGroup() as group:
-        for _ in range(num_streams):
-            group.create_task(stream_once(port, num_tokens))
+        for _ in range(num):
+            group.create_task(read(port, num_tokens))
 
 
 async def request_many(port: int, num_requests: int, prompt: object) -> None:
@@ -151,13 +237,9 @@ async def long_prompts(port: int) -> tuple[str, list[int]]:
     return text, ids[:PROMPT_TOKENS]
 
 
-def measure(child: Child, work: Callable[[], object], count: int, unit_s: float) -> str:
-    """CPU of the child for each of `count` units of `work`: median and spread over the rounds."""
-    samples = []
-    for _ in range(NUM_ROUNDS):
-        before_s = child.cpu_s()
-        work()
-        samples.append((child.cpu_s() - before_s) / count / unit_s)
+def measure(cpu_s: Callable[[], float], count: int, unit_s: float) -> str:
+    """CPU for each of `count` units: median and spread over the rounds, in `unit_s`."""
+    samples = [cpu_s() / count / unit_s for _ in range(NUM_ROUNDS)]
     return f"{statistics.median(samples):7.2f}  ({min(samples):.2f} to {max(samples):.2f})"
 
 
@@ -168,23 +250,33 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--model-dir", type=Path, help="a prepared model; default: a tiny tokenizer made here")
     options = parser.parse_args()
+    num_streams, num_tokens = options.streams, options.tokens
     child = Child(options.model_dir)
+
+    def of(work: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], float]:
+        """CPU seconds of the child while this process does `work`."""
+
+        def cpu_s() -> float:
+            before_s = child.cpu_s()
+            uvloop.run(work())
+            return child.cpu_s() - before_s
+
+        return cpu_s
+
     try:
         text, ids = uvloop.run(long_prompts(child.port))
-        uvloop.run(stream_all(child.port, 4, 50))
-        total = options.streams * options.tokens
-
-        def streams() -> None:
-            uvloop.run(stream_all(child.port, options.streams, options.tokens))
-
-        print(f"us of CPU a streamed token, {options.streams} streams: {measure(child, streams, total, 1e-6)}")
-        for name, prompt in (("as text", text), ("as ids", ids)):
-
-            def requests(prompt: object = prompt) -> None:
-                uvloop.run(request_many(child.port, options.requests, prompt))
-
-            figure = measure(child, requests, options.requests, 1e-3)
-            print(f"ms of CPU a request of {PROMPT_TOKENS} prompt tokens {name}: {figure}")
+        uvloop.run(at_once(stream_once, child.port, 4, 50))
+        print(f"us of CPU a streamed token, {num_streams} streams of {num_tokens} tokens")
+        for name, cpu_s in (
+            ("application alone", lambda: child.application_cpu_s(num_streams, num_tokens)),
+            ("whole process", of(lambda: at_once(stream_once, child.port, num_streams, num_tokens))),
+            ("bare writes", of(lambda: at_once(read_bare, child.bare_port, num_streams, num_tokens))),
+        ):
+            print(f"  {name:18} {measure(cpu_s, num_streams * num_tokens, 1e-6)}")
+        print(f"ms of CPU a request of {PROMPT_TOKENS} prompt tokens")
+        for name, prompt in (("as text", text), ("as token ids", ids)):
+            cpu_s = of(partial(request_many, child.port, options.requests, prompt))
+            print(f"  {name:18} {measure(cpu_s, options.requests, 1e-3)}")
     finally:
         child.stop()
 

@@ -70,12 +70,11 @@ class Generation:
     async def run(self, sink: GenerationSink) -> None:
         """Take every choice to its end.
 
+        Each prompt has its own task, also a lone one: a token then wakes two frames and not the server's whole stack.
+
         Raises:
-            WeirError, BaseExceptionGroup: a prompt failed; the others were cancelled.
+            BaseExceptionGroup: a prompt failed; the others were cancelled.
         """
-        if len(self._prompts) == 1:
-            await self._run_prompt(0, sink)
-            return
         async with asyncio.TaskGroup() as group:
             for index in range(len(self._prompts)):
                 group.create_task(self._run_prompt(index, sink))

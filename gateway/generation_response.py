@@ -20,6 +20,7 @@ from gateway.error_responses import INTERNAL_ERROR, error_object
 from gateway.generation import Generation
 from gateway.http_settings import HttpSettings
 from gateway.rendering import Rendering, compact
+from gateway.request_scope import BODY_SEND_KEY
 from gateway.sse import EventStream
 from weir.core.errors import WeirError, find_error
 
@@ -52,7 +53,7 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises WeirError only while no header has left."""
-        events = EventStream(send, self._settings)
+        events = EventStream(send, self._settings, send_body=scope[BODY_SEND_KEY])
         work = self._stream(events) if self._is_stream else self._answer(send)
         try:
             await while_connected(receive, work)

@@ -23,6 +23,10 @@ from weir.runtime.tracing import extract
 
 logger = logging.getLogger(__name__)
 
+BODY_SEND_KEY = "weir.body_send"
+"""In the scope: the server's own `send`, for the many body messages of a stream. Headers take the way through the
+middlewares, which look at nothing else."""
+
 REQUEST_ID_HEADER = b"x-request-id"
 TRACE_HEADER = b"traceparent"
 
@@ -41,6 +45,7 @@ class RequestScopeMiddleware:
         label = _label(headers.get(REQUEST_ID_HEADER, b""))
         answer = _Answer(send, label)
         scope[caller.SCOPE_KEY] = Caller(api_key=scope.get(auth.SCOPE_KEY, ""), label=label, arrived_s=time.monotonic())
+        scope[BODY_SEND_KEY] = send
         log_token = logs.request_id.set(f"req-{uuid.uuid4().hex}")
         trace_token = trace_context.attach(extract(_trace_headers(scope))) if TRACE_HEADER in headers else None
         try:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gateway.client_connection import find_client_gone
 from gateway.http_settings import HttpSettings
 from gateway.sse import EventStream, encode_event
 from tests.fakes.http_server import Gateway, running_gateway
@@ -168,6 +169,43 @@ async def test_all_choices_of_a_step_leave_in_one_message():
     await events.send(encode_event({"a": 1}) + encode_event({"b": "é"}))
     await events.end()
     assert sent == [b"", b'data: {"a":1}\n\ndata: {"b":"\\u00e9"}\n\n', b"data: [DONE]\n\n"]
+
+
+@pytest.mark.parametrize("keep_alive_s", [0.01, 100.0])
+async def test_a_write_that_never_ends_is_noticed(keep_alive_s):
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    events = EventStream(send, HttpSettings(keep_alive_s=keep_alive_s, stall_timeout_s=0.02))
+    await events.start()
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+            group.create_task(events.watch())
+            group.create_task(events.send("data: {}\n\n"))
+    assert find_client_gone(caught.value) is not None
+
+
+async def test_no_comment_leaves_before_the_header():
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        is_sent.set()
+
+    is_sent = asyncio.Event()
+    events = EventStream(send, HttpSettings(keep_alive_s=0.01))
+    async with asyncio.TaskGroup() as group:
+        watch = group.create_task(events.watch())
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await is_sent.wait()
+        await events.start()
+        is_sent.clear()
+        await is_sent.wait()
+        watch.cancel()
+    assert [message["type"] for message in sent[:2]] == ["http.response.start", "http.response.body"]
+    assert sent[1]["body"] == b": keep-alive\n\n"
 
 
 def test_what_json_cannot_write_is_never_sent():

@@ -29,6 +29,8 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The characters that these tokens complete; often one token's text, sometimes empty."""
+        if len(token_ids) == 1:
+            return self.push_one(token_ids[0])
         skipped = self._skipped
         token_bytes = self._token_bytes
         return self._decode(b"".join([token_bytes(token_id) for token_id in token_ids if token_id not in skipped]))
