@@ -48,10 +48,10 @@ async def prepare_completion(
         param = f"prompt[{index}]" if len(request.prompt) > 1 else "prompt"
         token_ids = await _completion_ids(request, prompt, model, param)
         token_ids = _truncate(token_ids, request.truncate_prompt_tokens, request.asked_max_tokens, model)
+        max_tokens = _output_limit(request.asked_max_tokens, DEFAULT_MAX_TOKENS, len(token_ids), model, param)
         text = ""
         if request.echo:
             text = prompt if isinstance(prompt, str) else model.tokenizer.decode(token_ids, skip_special_tokens=False)
-        max_tokens = _output_limit(request.asked_max_tokens, DEFAULT_MAX_TOKENS, len(token_ids), model, param)
         prepared.append(PreparedPrompt(token_ids=token_ids, max_tokens=max_tokens, text=text))
     return tuple(prepared)
 

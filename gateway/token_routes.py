@@ -40,7 +40,7 @@ async def detokenize(request: Request) -> dict[str, Any]:
     body = check_fields(await read_fields(request, services.http), DetokenizeRequest)
     model = services.models.get(body.model)
     check_vocabulary(body.tokens, model, "tokens")
-    return {"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)}
+    return {"prompt": await model.tokenizer.decode_async(body.tokens, skip_special_tokens=body.skip_special_tokens)}
 
 
 def _tokens(token_ids: Sequence[int], model: ServedModel, *, with_pieces: bool) -> dict[str, Any]:

@@ -179,10 +179,14 @@ async def test_a_write_that_never_ends_is_noticed(keep_alive_s):
 
     events = EventStream(send, HttpSettings(keep_alive_s=keep_alive_s, stall_timeout_s=0.02))
     await events.start()
-    with pytest.raises(ExceptionGroup) as caught:
+
+    async def watch_while_sending() -> None:
         async with asyncio.timeout(5), asyncio.TaskGroup() as group:
             group.create_task(events.watch())
             group.create_task(events.send("data: {}\n\n"))
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await watch_while_sending()
     assert find_client_gone(caught.value) is not None
 
 

@@ -87,8 +87,11 @@ def test_half_a_surrogate_pair_is_refused_by_position(byte_level):
 
 
 async def test_long_text_gives_the_same_ids_in_a_thread(byte_level):
-    text = "Hello world " * (THREAD_CHARS // 6)
-    assert await byte_level.encode_async(text) == byte_level.encode(text)
+    text = "Hello world " * (THREAD_CHARS // 4)
+    ids = await byte_level.encode_async(text)
+    assert ids == byte_level.encode(text)
+    assert await byte_level.decode_async(ids * 2) == text * 2
+    assert len(ids * 2) > THREAD_CHARS
 
 
 def test_no_token_spells_more_characters_than_the_bound(byte_level):

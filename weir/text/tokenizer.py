@@ -106,6 +106,12 @@ class Tokenizer:
         """The text of a whole sequence; bytes that are no character become U+FFFD."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    async def decode_async(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """`decode` that leaves the event loop free when there are many tokens."""
+        if len(token_ids) <= THREAD_CHARS:
+            return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return await asyncio.to_thread(self.decode, token_ids, skip_special_tokens=skip_special_tokens)
+
     def token_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary spells it, or None."""
         return self._backend.token_to_id(token)
