@@ -13,12 +13,9 @@ from decode_service.worker import DecodeWorker
 from protos import convert, decode_pb2, decode_pb2_grpc
 from weir.core.errors import InvalidRequestError, WeirError
 from weir.core.request import RequestId
-from weir.core.worker import Incarnation, WorkerId
+from weir.core.worker import PROTOCOL_MAX, PROTOCOL_MIN, Incarnation, WorkerId, speaks_our_protocol
 
 SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
-
-PROTOCOL_MIN = 1
-PROTOCOL_MAX = 1
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
@@ -53,7 +50,7 @@ async def _read_hello(messages: AsyncIterator[decode_pb2.SessionUp]) -> decode_p
     if first.WhichOneof("message") != "hello":
         raise InvalidRequestError("a session starts with hello", param="hello", hop="decode")
     hello = first.hello
-    if hello.protocol_min > PROTOCOL_MAX or hello.protocol_max < PROTOCOL_MIN:
+    if not speaks_our_protocol(hello.protocol_min, hello.protocol_max):
         raise InvalidRequestError(
             f"the gateway speaks versions {hello.protocol_min} to {hello.protocol_max}, "
             f"this worker {PROTOCOL_MIN} to {PROTOCOL_MAX}",

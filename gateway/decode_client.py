@@ -13,12 +13,11 @@ from itertools import count
 
 import grpc
 
-from gateway.fleet import PROTOCOL_MAX, PROTOCOL_MIN
 from gateway.worker_protocols import DecodeListener
 from protos import convert, decode_pb2, decode_pb2_grpc
 from weir.core.errors import HopFailedError, WeirError, WorkerLostError
 from weir.core.request import HandoffKey, RequestId, SequenceRequest
-from weir.core.worker import WorkerInfo
+from weir.core.worker import PROTOCOL_MAX, PROTOCOL_MIN, WorkerInfo
 from weir.runtime.grpc_client import call_metadata, open_channel, translate
 from weir.runtime.tracing import inject
 

@@ -11,11 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from weir.core.kv_layout import LayoutFingerprint
-from weir.core.worker import Role, WorkerId, WorkerInfo, WorkerState
-
-PROTOCOL_MIN = 1
-PROTOCOL_MAX = 1
-"""Versions of the services' protocol that this gateway speaks."""
+from weir.core.worker import Role, WorkerId, WorkerInfo, WorkerState, speaks_our_protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +55,7 @@ class Fleet:
 
 
 def _may_be_given_work(worker: WorkerInfo) -> bool:
-    speaks_our_protocol = worker.protocol_min <= PROTOCOL_MAX and worker.protocol_max >= PROTOCOL_MIN
-    return worker.state is WorkerState.READY and speaks_our_protocol
+    return worker.state is WorkerState.READY and speaks_our_protocol(worker.protocol_min, worker.protocol_max)
 
 
 def _index(members: list[WorkerInfo]) -> ModelFleet:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 from dataclasses import replace
 
 import pytest
@@ -103,6 +104,14 @@ async def test_whole_record_comes_back(redis_server: RedisServer) -> None:
         assert found.deadline.remaining_s(clock) == pytest.approx(30, abs=1)
         assert replace(found, deadline=whole.deadline) == whole
         assert await journal.get(RequestId("unknown")) is None
+
+
+def test_record_of_a_neighbouring_version_is_read() -> None:
+    written = record(epoch=1, failure=RequestFailure(hop="decode", code="worker_lost", message="gone"))
+    fields = json.loads(written.to_json())
+    del fields["label"], fields["timings"]["total_s"]
+    later = fields | {"zone": "a", "failure": fields["failure"] | {"attempts": 3}}
+    assert RequestRecord.from_json(json.dumps(later), deadline=Deadline.never()) == written
 
 
 async def test_record_without_deadline_comes_back_without(redis_server: RedisServer) -> None:

@@ -106,14 +106,14 @@ class BlockOwnership:
         return results
 
     def _decode(self, request_id: RequestId, name: bytes, remaining_ms: int, groups: bytes) -> Holding:
-        worker_id, incarnation, handoff_id, epoch, kind = json.loads(name)
+        worker_id, incarnation, handoff_id, epoch, kind, *_ = json.loads(name)
         return Holding(
             request_id=request_id,
             key=HandoffKey(HandoffId(handoff_id), epoch),
             kind=HoldingKind(kind),
             worker_id=WorkerId(worker_id),
             incarnation=Incarnation(incarnation),
-            groups=tuple(BlockGroup(first_block=first, num_blocks=num) for first, num in json.loads(groups)),
+            groups=tuple(BlockGroup(first_block=first, num_blocks=num) for first, num, *_ in json.loads(groups)),
             until=Deadline.after(remaining_ms / 1000, self._clock),
         )
 

@@ -116,13 +116,16 @@ class RedisClient:
                 await self._client.connection_pool.disconnect(inuse_connections=False)
 
     async def close(self) -> None:
-        if isinstance(self._client, RedisCluster):
-            await self._client.aclose()
-        else:
-            await self._client.aclose(close_connection_pool=True)
+        """Never fails: a socket that could not be closed in time (the client gives it a moment) is given up."""
+        with suppress(*CLIENT_ERRORS):
+            if isinstance(self._client, RedisCluster):
+                await self._client.aclose()
+            else:
+                await self._client.aclose(close_connection_pool=True)
         if self._sentinel is not None:
             for sentinel in self._sentinel.sentinels:
-                await sentinel.aclose()
+                with suppress(*CLIENT_ERRORS):
+                    await sentinel.aclose()
 
 
 def is_link_error(error: BaseException) -> bool:

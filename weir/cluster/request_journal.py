@@ -22,6 +22,7 @@ from weir.cluster.scripts import GET_REQUEST, RECORD_REQUEST
 from weir.cluster.write_queue import WriteQueue, WriteQueueStats
 from weir.core.deadline import Clock, Deadline
 from weir.core.errors import WeirError
+from weir.core.json_fields import value_from_fields
 from weir.core.request import FinishReason, RequestId
 from weir.core.worker import WorkerId
 
@@ -123,13 +124,8 @@ class RequestRecord:
 
     @classmethod
     def from_json(cls, text: str | bytes, *, deadline: Deadline) -> RequestRecord:
-        """Raises ValueError, KeyError or TypeError for anything `to_json` did not write."""
-        fields = json.loads(text)
-        fields["state"] = RequestState(fields["state"])
-        fields["finish_reasons"] = tuple(map(FinishReason, fields["finish_reasons"]))
-        fields["timings"] = HopTimings(**fields["timings"])
-        fields["failure"] = RequestFailure(**fields["failure"]) if fields["failure"] else None
-        return cls(deadline=deadline, **fields)
+        """Of this version or a neighbour; raises ValueError for anything else."""
+        return value_from_fields(cls, json.loads(text), deadline=deadline)
 
 
 def is_accepted(stored: RequestRecord, new: RequestRecord) -> bool:

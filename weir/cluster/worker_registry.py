@@ -245,7 +245,7 @@ class WorkerDirectory:
             return False
         try:
             info = WorkerInfo.from_json(entry.text)
-        except (ValueError, KeyError, TypeError) as exc:
+        except ValueError as exc:
             logger.warning("worker %s registers in a form that this version does not know: %s", entry.worker_id, exc)
             self._texts[entry.worker_id] = entry.text
             return False

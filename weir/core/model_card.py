@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from weir.core.errors import ModelLoadError
+from weir.core.json_fields import value_from_fields
 
 CARD_FILE = "weir_model.json"
 
@@ -47,10 +48,8 @@ class ModelCard:
 
     @classmethod
     def from_json(cls, text: str) -> ModelCard:
-        """Raises ValueError or TypeError for anything `to_json` did not write."""
-        fields = json.loads(text)
-        fields["eos_token_ids"] = tuple(fields["eos_token_ids"])
-        return cls(**fields)
+        """Of this version or a neighbour; raises ValueError for anything else."""
+        return value_from_fields(cls, json.loads(text))
 
     @classmethod
     def load(cls, model_dir: Path) -> ModelCard:
@@ -64,5 +63,5 @@ class ModelCard:
             return cls.from_json(path.read_text())
         except FileNotFoundError as exc:
             raise ModelLoadError(f"{path}: no model card; run `weir model pull` for this model first") from exc
-        except (ValueError, TypeError, KeyError) as exc:
+        except ValueError as exc:
             raise ModelLoadError(f"{path}: not a model card of this version: {exc}") from exc

@@ -7,7 +7,18 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import NewType
 
+from weir.core.json_fields import value_from_fields
 from weir.core.kv_layout import KvLayout, LayoutFingerprint
+
+PROTOCOL_MIN = 1
+PROTOCOL_MAX = 1
+"""Versions of the protocol between gateway and workers that this one speaks."""
+
+
+def speaks_our_protocol(protocol_min: int, protocol_max: int) -> bool:
+    """Whether a process that speaks these versions and one of this version have one in common."""
+    return protocol_min <= PROTOCOL_MAX and protocol_max >= PROTOCOL_MIN
+
 
 WorkerId = NewType("WorkerId", str)
 Incarnation = NewType("Incarnation", str)
@@ -48,7 +59,7 @@ class WorkerInfo:
     Attributes:
         control_address: host:port of its gRPC service.
         transfer_address: `tcp://host:port` or `unix:///path` of its KV transfer listener; empty for a decode worker.
-        protocol_min, protocol_max: versions of the services' protocol it speaks.
+        protocol_min, protocol_max: versions of the protocol between gateway and workers that it speaks.
     """
 
     worker_id: WorkerId
@@ -62,8 +73,8 @@ class WorkerInfo:
     fingerprint: LayoutFingerprint
     max_model_len: int
     load: WorkerLoad
-    protocol_min: int = 1
-    protocol_max: int = 1
+    protocol_min: int = PROTOCOL_MIN
+    protocol_max: int = PROTOCOL_MAX
 
     def to_json(self) -> str:
         fields = asdict(self)
@@ -73,11 +84,5 @@ class WorkerInfo:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> WorkerInfo:
-        """Raises ValueError, KeyError or TypeError for anything `to_json` did not write."""
-        fields = json.loads(text)
-        fields["role"] = Role(fields["role"])
-        fields["state"] = WorkerState(fields["state"])
-        fields["layout"] = KvLayout(**fields["layout"])
-        fields["fingerprint"] = LayoutFingerprint(**fields["fingerprint"])
-        fields["load"] = WorkerLoad(**fields["load"])
-        return cls(**fields)
+        """Of this version or a neighbour; raises ValueError for anything else."""
+        return value_from_fields(cls, json.loads(text))
