@@ -45,10 +45,7 @@ class CompletionRendering:
     def body(self, choices: Sequence[ChoiceDelta]) -> Json:
         answer = self._answer
         return {
-            "id": answer.answer_id,
-            "object": KIND,
-            "created": answer.created_s,
-            "model": answer.model.card.name,
+            **answer.head(KIND),
             "choices": [self._whole_choice(delta) for delta in choices],
             "usage": usage_fields(answer.generation.usage),
         }

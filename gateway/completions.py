@@ -8,25 +8,19 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
 
 from gateway.caller import Caller
 from gateway.chat_rendering import ChatRendering
-from gateway.choices import ChoiceFormat
 from gateway.completion_rendering import CompletionRendering
 from gateway.generation import Generation
+from gateway.generation_plan import plan_generation
 from gateway.generation_response import GenerationResponse, Prepare
 from gateway.model_store import ServedModel
 from gateway.openai_api import ChatCompletionRequest, CompletionRequest
-from gateway.prompt_request import PromptRequest
 from gateway.prompts import PreparedPrompt, prepare_chat, prepare_completion
 from gateway.rendering import Answer, Rendering
-from gateway.sampling import sampling_params
 from gateway.services import GatewayServices
 from weir.core.deadline import Deadline
-from weir.core.request import RequestId
-from weir.runtime import logs
-from weir.text.stop_strings import StopStrings
 
 
 def create_completion(request: CompletionRequest, services: GatewayServices, caller: Caller) -> GenerationResponse:
@@ -81,51 +75,14 @@ def _answer(
     prefix: str,
 ) -> Answer:
     answer_id = f"{prefix}-{uuid.uuid4().hex}"
-    logs.request_id.set(answer_id)
-    generation = Generation(
-        services.pipeline,
-        _prompt_requests(request, services, caller, model, prompts, answer_id),
-        _choice_format(request, model),
+    generation = plan_generation(
+        request,
+        services,
+        model,
+        prompts,
+        answer_id=answer_id,
+        arrived_s=caller.arrived_s,
+        deadline=Deadline.never(),
+        label=caller.label,
     )
     return Answer(answer_id=answer_id, created_s=int(time.time()), model=model, prompts=prompts, generation=generation)
-
-
-def _prompt_requests(
-    request: CompletionRequest | ChatCompletionRequest,
-    services: GatewayServices,
-    caller: Caller,
-    model: ServedModel,
-    prompts: Sequence[PreparedPrompt],
-    answer_id: str,
-) -> list[PromptRequest]:
-    """One for each prompt. A lone prompt's request id is the answer's; several are numbered behind it."""
-    smallest = min(prompt.max_tokens for prompt in prompts)
-    sampling = sampling_params(request, model, services.http, max_tokens=smallest)
-    return [
-        PromptRequest(
-            request_id=RequestId(answer_id if len(prompts) == 1 else f"{answer_id}-{index}"),
-            card=model.card,
-            prompt_token_ids=prompt.token_ids,
-            sampling=replace(sampling, max_tokens=prompt.max_tokens),
-            n=request.n,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            deadline=Deadline(caller.arrived_s + services.http.request_timeout_s),
-            label=request.request_id or caller.label,
-            arrived_s=caller.arrived_s,
-        )
-        for index, prompt in enumerate(prompts)
-    ]
-
-
-def _choice_format(request: CompletionRequest | ChatCompletionRequest, model: ServedModel) -> ChoiceFormat:
-    has_logprobs = request.logprobs is not None and request.logprobs is not False
-    return ChoiceFormat(
-        tokenizer=model.tokenizer,
-        stops=StopStrings(request.stop, include_in_output=request.include_stop_str_in_output) if request.stop else None,
-        include_stop=request.include_stop_str_in_output,
-        min_tokens=request.min_tokens,
-        skip_special_tokens=request.skip_special_tokens,
-        with_tokens=has_logprobs or request.return_token_ids,
-        eos_token_ids=frozenset(model.card.eos_token_ids),
-    )

@@ -5,31 +5,26 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import grpc
 
 from gateway.abort import abort_request
 from gateway.api_keys import ApiKeys
-from gateway.choices import ChoiceDelta, ChoiceFormat
+from gateway.choices import ChoiceDelta
 from gateway.generation import Generation
+from gateway.generation_plan import plan_generation
 from gateway.grpc_messages import chat_messages, checked_request, complete_message, delta_message, model_message
 from gateway.model_store import ServedModel
 from gateway.openai_api import ChatCompletionRequest, CompletionRequest, TokenizeChatRequest
-from gateway.prompt_request import PromptRequest
 from gateway.prompts import PreparedPrompt, chat_ids, check_vocabulary, encode_text, prepare_chat, prepare_completion
 from gateway.request_body import check_fields
-from gateway.sampling import sampling_params
 from gateway.services import GatewayServices
 from protos import inference_pb2, inference_pb2_grpc
 from weir import __version__
 from weir.core.deadline import Deadline
 from weir.core.errors import AuthenticationError, InvalidRequestError
-from weir.core.request import RequestId
 from weir.core.worker import Role
-from weir.runtime import logs
-from weir.text.stop_strings import StopStrings
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
@@ -48,8 +43,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         services = self._services
         async with services.admission.admit(api_key, num_prompts=1, priority=checked.priority):
             model = services.models.get(checked.model)
-            prompt = await self._prompt(checked, model, context, arrived_s)
-            generation = Generation(services.pipeline, [prompt], _choice_format(checked, model))
+            generation = await self._generation(checked, model, context, arrived_s)
             await generation.run(_Sink(context, generation, model, with_ids=checked.return_token_ids))
 
     async def Abort(
@@ -122,36 +116,28 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             raise AuthenticationError("a valid API key is needed: send it in the metadata, `authorization: Bearer KEY`")
         return key
 
-    async def _prompt(
+    async def _generation(
         self,
         checked: CompletionRequest | ChatCompletionRequest,
         model: ServedModel,
         context: grpc.aio.ServicerContext,
         arrived_s: float,
-    ) -> PromptRequest:
-        http = self._services.http
-        prepared: PreparedPrompt
+    ) -> Generation:
+        prompts: Sequence[PreparedPrompt]
         if isinstance(checked, ChatCompletionRequest):
-            prepared = await prepare_chat(checked, model, http)
+            prompts = (await prepare_chat(checked, model, self._services.http),)
         else:
-            (prepared,) = await prepare_completion(checked, model, http)
-        request_id = RequestId(f"grpc-{uuid.uuid4().hex}")
-        logs.request_id.set(request_id)
-        deadline = Deadline(arrived_s + http.request_timeout_s)
+            prompts = await prepare_completion(checked, model, self._services.http)
         remaining_s = context.time_remaining()
-        return PromptRequest(
-            request_id=request_id,
-            card=model.card,
-            prompt_token_ids=prepared.token_ids,
-            sampling=replace(
-                sampling_params(checked, model, http, max_tokens=prepared.max_tokens), max_tokens=prepared.max_tokens
-            ),
-            n=checked.n,
-            priority=checked.priority,
-            cache_salt=checked.cache_salt,
-            deadline=deadline if remaining_s is None else deadline.earlier(Deadline.after(remaining_s)),
-            label=checked.request_id or "",
+        return plan_generation(
+            checked,
+            self._services,
+            model,
+            prompts,
+            answer_id=f"grpc-{uuid.uuid4().hex}",
             arrived_s=arrived_s,
+            deadline=Deadline.never() if remaining_s is None else Deadline.after(remaining_s),
+            label="",
         )
 
 
@@ -179,17 +165,3 @@ class _Sink:
                 self._num_running -= 1
                 usage = None if self._num_running else self._generation.usage
                 await self._context.write(complete_message(delta, usage))
-
-
-def _choice_format(checked: CompletionRequest | ChatCompletionRequest, model: ServedModel) -> ChoiceFormat:
-    has_logprobs = checked.logprobs is not None and checked.logprobs is not False
-    include_stop = checked.include_stop_str_in_output
-    return ChoiceFormat(
-        tokenizer=model.tokenizer,
-        stops=StopStrings(checked.stop, include_in_output=include_stop) if checked.stop else None,
-        include_stop=include_stop,
-        min_tokens=checked.min_tokens,
-        skip_special_tokens=checked.skip_special_tokens,
-        with_tokens=has_logprobs or checked.return_token_ids,
-        eos_token_ids=frozenset(model.card.eos_token_ids),
-    )

@@ -38,6 +38,15 @@ class Answer:
     prompts: Sequence[PreparedPrompt]
     generation: Generation
 
+    def head(self, kind: str) -> Json:
+        """The fields that every object about this answer starts with."""
+        return {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self.created_s,
+            "model": self.model.card.name,
+        }
+
 
 class Rendering(Protocol):
     """Writes the answers of one endpoint."""
@@ -62,13 +71,7 @@ class ChunkFrame:
         self._generation = answer.generation
         self._has_usage = request.includes_usage
         self._has_usage_in_each = request.has_usage_in_each_chunk
-        head = {
-            "id": answer.answer_id,
-            "object": kind,
-            "created": answer.created_s,
-            "model": answer.model.card.name,
-        }
-        self._head = f"data: {compact(head)[:-1]}"
+        self._head = f"data: {compact(answer.head(kind))[:-1]}"
         self._plain_tail = ',"usage":null}\n\n' if self._has_usage else "}\n\n"
         self.choice_head = f'{self._head},"choices":[{{"index":'
 
