@@ -51,9 +51,11 @@ protos: $(STAMP)  ## generate protos/*_pb2* from protos/*.proto
 
 secret: deploy/secrets/transfer_secret  ## make the key that workers under Docker Compose prove themselves with
 
+# The folder keeps others out; the file is readable, since the services in the containers run as a user of their own.
 deploy/secrets/transfer_secret:
-	@mkdir -p $(@D)
-	@umask 077; head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' > $@
+	@mkdir -p -m 700 $(@D)
+	@head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' > $@
+	@chmod 444 $@
 
 clean:  ## remove the environment and every cache
 	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
