@@ -60,6 +60,8 @@ class CountingRunner:
         self._num_allowed = 0
         self._is_held = False
         self.num_steps_begun = 0
+        self.is_broken = False
+        """Every step from now on fails."""
 
     def hold(self) -> None:
         with self._changed:
@@ -83,6 +85,8 @@ class CountingRunner:
         with self._changed:
             self.num_steps_begun += 1
             self._changed.wait_for(lambda: not self._is_held or self.num_steps_begun <= self._num_allowed)
+        if self.is_broken:
+            raise RuntimeError("broken")
         layer = self.cache.layer(0)
         size = self.layout.block_size
         for slot, token_id, position in zip(
