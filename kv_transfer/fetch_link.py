@@ -10,7 +10,7 @@ from kv_transfer.stats import TransferStats
 from kv_transfer.timer import PeriodicTimer
 from kv_transfer.transport import scheme_of
 from kv_transfer.wire import abort_ack_frame, abort_frame, frame_key
-from protos.convert import key_to_proto
+from protos.convert import key_from_proto, key_to_proto
 from protos.kv_transfer_pb2 import Frame, Renew
 from weir.core.deadline import Clock, Deadline
 from weir.core.errors import ConflictError, HopFailedError, TransferProtocolError, WeirError
@@ -94,6 +94,11 @@ class FetchLink:
             self._receiving.payload_received(frame.blocks, payload)
             return
         body = frame.WhichOneof("body")
+        if body == "computing":
+            for message in frame.computing.keys:
+                if (waiting := self._handoffs.get(key_from_proto(message))) is not None:
+                    waiting.still_computing()
+            return
         key = frame_key(frame)
         if key is None or body == "abort_ack":
             return

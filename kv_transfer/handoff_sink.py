@@ -127,7 +127,7 @@ class HandoffSink:
 
     @property
     def last_progress_s(self) -> float:
-        """When something last came, on the clock."""
+        """When something last came, or was known not to be owed yet, on the clock."""
         return self._last_progress_s
 
     @property
@@ -283,6 +283,10 @@ class HandoffSink:
             self._state = SinkState.STAGING
             self._on_news()
         self._commit_if_complete()
+
+    def still_computing(self) -> None:
+        """COMPUTING: nothing is owed, so that nothing comes is no silence."""
+        self._last_progress_s = self._clock()
 
     def lost(self, reason: ErrorDetail) -> None:
         """ABORT or HANDOFF_LOST: the prefill worker will send nothing more."""

@@ -111,6 +111,12 @@ class HandoffSource:
         """The connection that fetches now."""
         return self._link
 
+    @property
+    def awaits_computation(self) -> bool:
+        """It is fetched, and all that is computed was sent."""
+        is_behind = self._resends or self._next_block < self._num_ready_blocks or self._num_in_flight
+        return self._state is SourceState.STREAMING and not self.is_sealed and not is_behind
+
     def progress_age_s(self) -> float:
         """Seconds for which this side could have sent and has not; 0 while it waits for blocks, credit or COMMIT."""
         return 0.0 if self._owes_since_s is None else self._clock() - self._owes_since_s

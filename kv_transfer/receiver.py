@@ -300,7 +300,7 @@ class _Fetch:
             link.stop(handoff, reason)
 
     async def _wait_for_news(self) -> None:
-        """Raises WorkerLostError when a hand-off that has begun makes no progress."""
+        """Raises WorkerLostError when something is owed of a hand-off that has begun, and does not come."""
         if not self._handoff.has_begun:
             await self._news.wait()
             return

@@ -19,7 +19,7 @@ from typing import Self
 
 from kv_transfer.blocks import BlockSource
 from kv_transfer.connection import Connection
-from kv_transfer.handoff_source import HandoffSource
+from kv_transfer.handoff_source import HandoffSource, SourceLink
 from kv_transfer.handshake import SourceHandshake, TransferIdentity
 from kv_transfer.lease import LeaseTable
 from kv_transfer.parked_fetches import ParkedFetch, ParkedFetches
@@ -30,8 +30,9 @@ from kv_transfer.timer import PeriodicTimer
 from kv_transfer.transfer_state import EndReason, Seal
 from kv_transfer.transport import Listener, Transport, scheme_of
 from kv_transfer.wire import abort_ack_frame, abort_frame, frame_key, handoff_lost_frame
-from protos.convert import key_from_proto
-from protos.kv_transfer_pb2 import Fetch, Frame
+from protos.common_pb2 import HandoffKey as HandoffKeyMessage
+from protos.convert import key_from_proto, key_to_proto
+from protos.kv_transfer_pb2 import Computing, Fetch, Frame
 from weir.core.deadline import Clock, Deadline
 from weir.core.errors import (
     ConflictError,
@@ -119,6 +120,7 @@ class TransferServer:
         self._parked = ParkedFetches(self._config.max_parked, self._config.park_timeout_s, clock)
         sweep_s = min(1.0, self._config.lease_s / 10, self._config.park_timeout_s / 4)
         self._sweeper = PeriodicTimer(sweep_s, self.sweep)
+        self._announcer = PeriodicTimer(self._config.timing.heartbeat_s, self._announce_computing)
         self._all_lost = asyncio.Event()
         self._exit_stack = AsyncExitStack()
 
@@ -129,6 +131,7 @@ class TransferServer:
                 self._listeners.append(listener)
                 stack.push_async_callback(listener.close)
             self._sweeper.start()
+            self._announcer.start()
             stack.push_async_callback(self._close)
             self._exit_stack = stack.pop_all()
         return self
@@ -321,6 +324,7 @@ class TransferServer:
 
     async def _close(self) -> None:
         self._sweeper.stop()
+        self._announcer.stop()
         for source in tuple(self._sources.values()):
             source.end(EndReason.CLOSED)
         self._all_lost.clear()
@@ -328,6 +332,15 @@ class TransferServer:
             connection.close(WorkerLostError("this worker closes", hop="transfer"))
         if self._connections:
             await self._all_lost.wait()
+
+    def _announce_computing(self) -> None:
+        """Tell every decode worker for which of its fetches nothing is owed now."""
+        waiting: dict[SourceLink, list[HandoffKeyMessage]] = {}
+        for key, source in self._sources.items():
+            if source.link is not None and source.awaits_computation:
+                waiting.setdefault(source.link, []).append(key_to_proto(key))
+        for link, keys in waiting.items():
+            link.send(Frame(computing=Computing(keys=keys)))
 
     # Frames
 

@@ -65,7 +65,7 @@ class ReceiverConfig:
     Attributes:
         initial_credit_bytes: what a source may send before the sink is there; staged, so it costs memory.
         window_bytes: what may be under way of one hand-off afterwards.
-        progress_timeout_s: longest silence of a hand-off that has begun.
+        progress_timeout_s: longest silence of a hand-off that has begun and of which something is owed.
         connect_timeout_s: longest single attempt to connect.
         max_attempts: failed connections in a row, without progress between them, after which a worker counts as lost.
         backoff_s: pause after the first of them; doubles each time.

@@ -25,47 +25,49 @@ _sym_db = _symbol_database.Default()
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protos/kv_transfer.proto\x12\x13weir.kv_transfer.v1\x1a\x13protos/common.proto\"\xa3\x05\n\x05\x46rame\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.weir.kv_transfer.v1.HelloH\x00\x12\x30\n\x08hello_ok\x18\x02 \x01(\x0b\x32\x1c.weir.kv_transfer.v1.HelloOkH\x00\x12\x30\n\x08hello_no\x18\x03 \x01(\x0b\x32\x1c.weir.kv_transfer.v1.HelloNoH\x00\x12)\n\x04ping\x18\x04 \x01(\x0b\x32\x19.weir.kv_transfer.v1.PingH\x00\x12+\n\x05\x66\x65tch\x18\x05 \x01(\x0b\x32\x1a.weir.kv_transfer.v1.FetchH\x00\x12-\n\x06\x62locks\x18\x06 \x01(\x0b\x32\x1b.weir.kv_transfer.v1.BlocksH\x00\x12-\n\x06\x63redit\x18\x07 \x01(\x0b\x32\x1b.weir.kv_transfer.v1.CreditH\x00\x12)\n\x04seal\x18\x08 \x01(\x0b\x32\x19.weir.kv_transfer.v1.SealH\x00\x12-\n\x06\x63ommit\x18\t \x01(\x0b\x32\x1b.weir.kv_transfer.v1.CommitH\x00\x12)\n\x04nack\x18\n \x01(\x0b\x32\x19.weir.kv_transfer.v1.NackH\x00\x12+\n\x05renew\x18\x0b \x01(\x0b\x32\x1a.weir.kv_transfer.v1.RenewH\x00\x12+\n\x05\x61\x62ort\x18\x0c \x01(\x0b\x32\x1a.weir.kv_transfer.v1.AbortH\x00\x12\x32\n\tabort_ack\x18\r \x01(\x0b\x32\x1d.weir.kv_transfer.v1.AbortAckH\x00\x12\x38\n\x0chandoff_lost\x18\x0e \x01(\x0b\x32 .weir.kv_transfer.v1.HandoffLostH\x00\x42\x06\n\x04\x62ody\"q\n\x0b\x46ingerprint\x12\x14\n\x0cweights_hash\x18\x01 \x01(\t\x12\x10\n\x08kv_dtype\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\"\xf0\x01\n\x05Hello\x12\x35\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32 .weir.kv_transfer.v1.Fingerprint\x12\x14\n\x0cprotocol_min\x18\x02 \x01(\r\x12\x14\n\x0cprotocol_max\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x0f\n\x07tp_size\x18\x05 \x01(\r\x12\x0f\n\x07tp_rank\x18\x06 \x01(\r\x12\x11\n\tworker_id\x18\x07 \x01(\t\x12\x13\n\x0bincarnation\x18\x08 \x01(\t\x12\r\n\x05nonce\x18\t \x01(\x0c\x12\x17\n\x0fwants_checksums\x18\n \x01(\x08\"o\n\x07HelloOk\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.weir.kv_transfer.v1.Hello\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\r\n\x05proof\x18\x03 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x04 \x01(\x04\"j\n\x07HelloNo\x12\x32\n\x06reason\x18\x01 \x01(\x0e\x32\".weir.kv_transfer.v1.RefusalReason\x12\r\n\x05\x66ield\x18\x02 \x01(\t\x12\x0e\n\x06theirs\x18\x03 \x01(\t\x12\x0c\n\x04ours\x18\x04 \x01(\t\"\x06\n\x04Ping\"\x97\x01\n\x05\x46\x65tch\x12\'\n\x03key\x18\x01 \x01(\x0b\x32\x1a.weir.common.v1.HandoffKey\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x13\n\x0bskip_tokens\x18\x04 \x01(\r\x12\x14\n\x0c\x63redit_bytes\x18\x05 \x01(\x04\x12\x14\n\x0cremaining_ms\x18\x06 \x01(\x04\"\xac\x01\n\x06\x42locks\x12\'\n\x03key\x18\x01 \x01(\x0b\x32\x1a.weir.common.v1.HandoffKey\x12\x17\n\x0fsequence_number\x18\x02 \x01(\x04\x12\x13\n\x0b\x62lock_index\x18\x03 \x01(\r\x12\x13\n\x0bslab_offset\x18\x04 \x01(\x04\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x15\n\x08\x63hecksum\x18\x06 \x01(\x06H\x00\x88\x01\x01\x42\x0b\n\t_checksum\"E\n\x06\x43redit\x12\'\n\x03key\x18\x01 \x01(\x0b\x32\x1a.weir.common.v1.HandoffKey\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\"\xd8\x01\n\x04Seal\x12\'\n\x03key\x18\x01 \x01(\x0b\x32\x1a.weir.common.v1.HandoffKey\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x06\x12/\n\x0b\x66irst_token\x18\x06 \x01(\x0b\x32\x1a.weir.common.v1.FirstToken\x12\x19\n\x11num_cached_tokens\x18\x07 \x01(\r\x12\x0e\n\x06\x61ge_us\x18\x08 \x01(\x04\"1\n\x06\x43ommit\x12\'\n\x03key\x18\x01 \x01(\x0b\x32\x1a.weir.common.v1.HandoffKey\"E\n\x05Piece\x12\x13\n\x0b\x62lock_index\x18\x01 \x01(\r\x12\x13\n\x0bslab_offset\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"[\n\x04Nack\x12\'\n\x03key\x18\x01 \x01(\x0b\x32\x1a.weir.common.v1.HandoffKey\x12*\n\x06pieces\x18\x02 \x03(\x0b\x32\x1a.weir.kv_transfer.v1.Piece\"1\n\x05Renew\x12(\n\x04keys\x18\x01 \x03(\x0b\x32\x1a.weir.common.v1.HandoffKey\"]\n\x05\x41\x62ort\x12\'\n\x03key\x18\x01 \x01(\x0b\x32\x1a.weir.common.v1.HandoffKey\x12+\n\x06reason\x18\x02 \x01(\x0b\x32\x1b.weir.common.v1.ErrorDetail\"b\n\x08\x41\x62ortAck\x12\'\n\x03key\x18\x01 \x01(\x0b\x32\x1a.weir.common.v1.HandoffKey\x12\x0f\n\x07\x64rained\x18\x02 \x01(\x08\x12\x1c\n\x14last_sequence_number\x18\x03 \x01(\x04\"c\n\x0bHandoffLost\x12\'\n\x03key\x18\x01 \x01(\x0b\x32\x1a.weir.common.v1.HandoffKey\x12+\n\x06reason\x18\x02 \x01(\x0b\x32\x1b.weir.common.v1.ErrorDetail*\xea\x01\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1aREFUSAL_REASON_FINGERPRINT\x10\x01\x12#\n\x1fREFUSAL_REASON_PROTOCOL_VERSION\x10\x02\x12\"\n\x1eREFUSAL_REASON_TENSOR_PARALLEL\x10\x03\x12\x19\n\x15REFUSAL_REASON_SECRET\x10\x04\x12\x1c\n\x18REFUSAL_REASON_MALFORMED\x10\x05\x12\x17\n\x13REFUSAL_REASON_BUSY\x10\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protos/kv_transfer.proto\x12\x13weir.kv_transfer.v1\x1a\x13protos/common.proto\"\xd8\x05\n\x05\x46rame\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.weir.kv_transfer.v1.HelloH\x00\x12\x30\n\x08hello_ok\x18\x02 \x01(\x0b\x32\x1c.weir.kv_transfer.v1.HelloOkH\x00\x12\x30\n\x08hello_no\x18\x03 \x01(\x0b\x32\x1c.weir.kv_transfer.v1.HelloNoH\x00\x12)\n\x04ping\x18\x04 \x01(\x0b\x32\x19.weir.kv_transfer.v1.PingH\x00\x12+\n\x05\x66\x65tch\x18\x05 \x01(\x0b\x32\x1a.weir.kv_transfer.v1.FetchH\x00\x12-\n\x06\x62locks\x18\x06 \x01(\x0b\x32\x1b.weir.kv_transfer.v1.BlocksH\x00\x12-\n\x06\x63redit\x18\x07 \x01(\x0b\x32\x1b.weir.kv_transfer.v1.CreditH\x00\x12)\n\x04seal\x18\x08 \x01(\x0b\x32\x19.weir.kv_transfer.v1.SealH\x00\x12-\n\x06\x63ommit\x18\t \x01(\x0b\x32\x1b.weir.kv_transfer.v1.CommitH\x00\x12)\n\x04nack\x18\n \x01(\x0b\x32\x19.weir.kv_transfer.v1.NackH\x00\x12+\n\x05renew\x18\x0b \x01(\x0b\x32\x1a.weir.kv_transfer.v1.RenewH\x00\x12+\n\x05\x61\x62ort\x18\x0c \x01(\x0b\x32\x1a.weir.kv_transfer.v1.AbortH\x00\x12\x32\n\tabort_ack\x18\r \x01(\x0b\x32\x1d.weir.kv_transfer.v1.AbortAckH\x00\x12\x38\n\x0chandoff_lost\x18\x0e \x01(\x0b\x32 .weir.kv_transfer.v1.HandoffLostH\x00\x12\x33\n\tcomputing\x18\x0f \x01(\x0b\x32\x1e.weir.kv_transfer.v1.ComputingH\x00\x42\x06\n\x04\x62ody\"q\n\x0b\x46ingerprint\x12\x14\n\x0cweights_hash\x18\x01 \x01(\t\x12\x10\n\x08kv_dtype\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\"\xf0\x01\n\x05Hello\x12\x35\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32 .weir.kv_transfer.v1.Fingerprint\x12\x14\n\x0cprotocol_min\x18\x02 \x01(\r\x12\x14\n\x0cprotocol_max\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x0f\n\x07tp_size\x18\x05 \x01(\r\x12\x0f\n\x07tp_rank\x18\x06 \x01(\r\x12\x11\n\tworker_id\x18\x07 \x01(\t\x12\x13\n\x0bincarnation\x18\x08 \x01(\t\x12\r\n\x05nonce\x18\t \x01(\x0c\x12\x17\n\x0fwants_checksums\x18\n \x01(\x08\"o\n\x07HelloOk\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.weir.kv_transfer.v1.Hello\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\r\n\x05proof\x18\x03 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x04 \x01(\x04\"j\n\x07HelloNo\x12\x32\n\x06reason\x18\x01 \x01(\x0e\x32\".weir.kv_transfer.v1.RefusalReason\x12\r\n\x05\x66ield\x18\x02 \x01(\t\x12\x0e\n\x06theirs\x18\x03 \x01(\t\x12\x0c\n\x04ours\x18\x04 \x01(\t\"\x06\n\x04Ping\"\x97\x01\n\x05\x46\x65tch\x12\'\n\x03key\x18\x01 \x01(\x0b\x32\x1a.weir.common.v1.HandoffKey\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x13\n\x0bskip_tokens\x18\x04 \x01(\r\x12\x14\n\x0c\x63redit_bytes\x18\x05 \x01(\x04\x12\x14\n\x0cremaining_ms\x18\x06 \x01(\x04\"\xac\x01\n\x06\x42locks\x12\'\n\x03key\x18\x01 \x01(\x0b\x32\x1a.weir.common.v1.HandoffKey\x12\x17\n\x0fsequence_number\x18\x02 \x01(\x04\x12\x13\n\x0b\x62lock_index\x18\x03 \x01(\r\x12\x13\n\x0bslab_offset\x18\x04 \x01(\x04\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x15\n\x08\x63hecksum\x18\x06 \x01(\x06H\x00\x88\x01\x01\x42\x0b\n\t_checksum\"E\n\x06\x43redit\x12\'\n\x03key\x18\x01 \x01(\x0b\x32\x1a.weir.common.v1.HandoffKey\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\"\xd8\x01\n\x04Seal\x12\'\n\x03key\x18\x01 \x01(\x0b\x32\x1a.weir.common.v1.HandoffKey\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x06\x12/\n\x0b\x66irst_token\x18\x06 \x01(\x0b\x32\x1a.weir.common.v1.FirstToken\x12\x19\n\x11num_cached_tokens\x18\x07 \x01(\r\x12\x0e\n\x06\x61ge_us\x18\x08 \x01(\x04\"1\n\x06\x43ommit\x12\'\n\x03key\x18\x01 \x01(\x0b\x32\x1a.weir.common.v1.HandoffKey\"E\n\x05Piece\x12\x13\n\x0b\x62lock_index\x18\x01 \x01(\r\x12\x13\n\x0bslab_offset\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"[\n\x04Nack\x12\'\n\x03key\x18\x01 \x01(\x0b\x32\x1a.weir.common.v1.HandoffKey\x12*\n\x06pieces\x18\x02 \x03(\x0b\x32\x1a.weir.kv_transfer.v1.Piece\"1\n\x05Renew\x12(\n\x04keys\x18\x01 \x03(\x0b\x32\x1a.weir.common.v1.HandoffKey\"5\n\tComputing\x12(\n\x04keys\x18\x01 \x03(\x0b\x32\x1a.weir.common.v1.HandoffKey\"]\n\x05\x41\x62ort\x12\'\n\x03key\x18\x01 \x01(\x0b\x32\x1a.weir.common.v1.HandoffKey\x12+\n\x06reason\x18\x02 \x01(\x0b\x32\x1b.weir.common.v1.ErrorDetail\"b\n\x08\x41\x62ortAck\x12\'\n\x03key\x18\x01 \x01(\x0b\x32\x1a.weir.common.v1.HandoffKey\x12\x0f\n\x07\x64rained\x18\x02 \x01(\x08\x12\x1c\n\x14last_sequence_number\x18\x03 \x01(\x04\"c\n\x0bHandoffLost\x12\'\n\x03key\x18\x01 \x01(\x0b\x32\x1a.weir.common.v1.HandoffKey\x12+\n\x06reason\x18\x02 \x01(\x0b\x32\x1b.weir.common.v1.ErrorDetail*\xea\x01\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1aREFUSAL_REASON_FINGERPRINT\x10\x01\x12#\n\x1fREFUSAL_REASON_PROTOCOL_VERSION\x10\x02\x12\"\n\x1eREFUSAL_REASON_TENSOR_PARALLEL\x10\x03\x12\x19\n\x15REFUSAL_REASON_SECRET\x10\x04\x12\x1c\n\x18REFUSAL_REASON_MALFORMED\x10\x05\x12\x17\n\x13REFUSAL_REASON_BUSY\x10\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.kv_transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REFUSALREASON']._serialized_start=2517
-  _globals['_REFUSALREASON']._serialized_end=2751
+  _globals['_REFUSALREASON']._serialized_start=2625
+  _globals['_REFUSALREASON']._serialized_end=2859
   _globals['_FRAME']._serialized_start=71
-  _globals['_FRAME']._serialized_end=746
-  _globals['_FINGERPRINT']._serialized_start=748
-  _globals['_FINGERPRINT']._serialized_end=861
-  _globals['_HELLO']._serialized_start=864
-  _globals['_HELLO']._serialized_end=1104
-  _globals['_HELLOOK']._serialized_start=1106
-  _globals['_HELLOOK']._serialized_end=1217
-  _globals['_HELLONO']._serialized_start=1219
-  _globals['_HELLONO']._serialized_end=1325
-  _globals['_PING']._serialized_start=1327
-  _globals['_PING']._serialized_end=1333
-  _globals['_FETCH']._serialized_start=1336
-  _globals['_FETCH']._serialized_end=1487
-  _globals['_BLOCKS']._serialized_start=1490
-  _globals['_BLOCKS']._serialized_end=1662
-  _globals['_CREDIT']._serialized_start=1664
-  _globals['_CREDIT']._serialized_end=1733
-  _globals['_SEAL']._serialized_start=1736
-  _globals['_SEAL']._serialized_end=1952
-  _globals['_COMMIT']._serialized_start=1954
-  _globals['_COMMIT']._serialized_end=2003
-  _globals['_PIECE']._serialized_start=2005
-  _globals['_PIECE']._serialized_end=2074
-  _globals['_NACK']._serialized_start=2076
-  _globals['_NACK']._serialized_end=2167
-  _globals['_RENEW']._serialized_start=2169
-  _globals['_RENEW']._serialized_end=2218
-  _globals['_ABORT']._serialized_start=2220
-  _globals['_ABORT']._serialized_end=2313
-  _globals['_ABORTACK']._serialized_start=2315
-  _globals['_ABORTACK']._serialized_end=2413
-  _globals['_HANDOFFLOST']._serialized_start=2415
-  _globals['_HANDOFFLOST']._serialized_end=2514
+  _globals['_FRAME']._serialized_end=799
+  _globals['_FINGERPRINT']._serialized_start=801
+  _globals['_FINGERPRINT']._serialized_end=914
+  _globals['_HELLO']._serialized_start=917
+  _globals['_HELLO']._serialized_end=1157
+  _globals['_HELLOOK']._serialized_start=1159
+  _globals['_HELLOOK']._serialized_end=1270
+  _globals['_HELLONO']._serialized_start=1272
+  _globals['_HELLONO']._serialized_end=1378
+  _globals['_PING']._serialized_start=1380
+  _globals['_PING']._serialized_end=1386
+  _globals['_FETCH']._serialized_start=1389
+  _globals['_FETCH']._serialized_end=1540
+  _globals['_BLOCKS']._serialized_start=1543
+  _globals['_BLOCKS']._serialized_end=1715
+  _globals['_CREDIT']._serialized_start=1717
+  _globals['_CREDIT']._serialized_end=1786
+  _globals['_SEAL']._serialized_start=1789
+  _globals['_SEAL']._serialized_end=2005
+  _globals['_COMMIT']._serialized_start=2007
+  _globals['_COMMIT']._serialized_end=2056
+  _globals['_PIECE']._serialized_start=2058
+  _globals['_PIECE']._serialized_end=2127
+  _globals['_NACK']._serialized_start=2129
+  _globals['_NACK']._serialized_end=2220
+  _globals['_RENEW']._serialized_start=2222
+  _globals['_RENEW']._serialized_end=2271
+  _globals['_COMPUTING']._serialized_start=2273
+  _globals['_COMPUTING']._serialized_end=2326
+  _globals['_ABORT']._serialized_start=2328
+  _globals['_ABORT']._serialized_end=2421
+  _globals['_ABORTACK']._serialized_start=2423
+  _globals['_ABORTACK']._serialized_end=2521
+  _globals['_HANDOFFLOST']._serialized_start=2523
+  _globals['_HANDOFFLOST']._serialized_end=2622
 # @@protoc_insertion_point(module_scope)

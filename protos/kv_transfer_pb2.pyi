@@ -68,6 +68,7 @@ class Frame(_message.Message):
     ABORT_FIELD_NUMBER: _builtins.int
     ABORT_ACK_FIELD_NUMBER: _builtins.int
     HANDOFF_LOST_FIELD_NUMBER: _builtins.int
+    COMPUTING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -96,6 +97,8 @@ class Frame(_message.Message):
     def abort_ack(self) -> Global___AbortAck: ...
     @_builtins.property
     def handoff_lost(self) -> Global___HandoffLost: ...
+    @_builtins.property
+    def computing(self) -> Global___Computing: ...
     def __init__(
         self,
         *,
@@ -113,12 +116,13 @@ class Frame(_message.Message):
         abort: Global___Abort | None = ...,
         abort_ack: Global___AbortAck | None = ...,
         handoff_lost: Global___HandoffLost | None = ...,
+        computing: Global___Computing | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_ack", b"abort_ack", "blocks", b"blocks", "body", b"body", "commit", b"commit", "credit", b"credit", "fetch", b"fetch", "handoff_lost", b"handoff_lost", "hello", b"hello", "hello_no", b"hello_no", "hello_ok", b"hello_ok", "nack", b"nack", "ping", b"ping", "renew", b"renew", "seal", b"seal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_ack", b"abort_ack", "blocks", b"blocks", "body", b"body", "commit", b"commit", "computing", b"computing", "credit", b"credit", "fetch", b"fetch", "handoff_lost", b"handoff_lost", "hello", b"hello", "hello_no", b"hello_no", "hello_ok", b"hello_ok", "nack", b"nack", "ping", b"ping", "renew", b"renew", "seal", b"seal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_ack", b"abort_ack", "blocks", b"blocks", "body", b"body", "commit", b"commit", "credit", b"credit", "fetch", b"fetch", "handoff_lost", b"handoff_lost", "hello", b"hello", "hello_no", b"hello_no", "hello_ok", b"hello_ok", "nack", b"nack", "ping", b"ping", "renew", b"renew", "seal", b"seal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_ack", b"abort_ack", "blocks", b"blocks", "body", b"body", "commit", b"commit", "computing", b"computing", "credit", b"credit", "fetch", b"fetch", "handoff_lost", b"handoff_lost", "hello", b"hello", "hello_no", b"hello_no", "hello_ok", b"hello_ok", "nack", b"nack", "ping", b"ping", "renew", b"renew", "seal", b"seal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "hello_ok", "hello_no", "ping", "fetch", "blocks", "credit", "seal", "commit", "nack", "renew", "abort", "abort_ack", "handoff_lost"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "hello_ok", "hello_no", "ping", "fetch", "blocks", "credit", "seal", "commit", "nack", "renew", "abort", "abort_ack", "handoff_lost", "computing"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -530,6 +534,30 @@ class Renew(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Renew: _TypeAlias = Renew  # noqa: Y015
+
+@_typing.final
+class Computing(_message.Message):
+    """From the source, every heartbeat while it is so: all that is computed of these was sent, and the rest is computed or
+    waits for it. Without it the sink could not tell a prefill worker that is busy from one that sends no more.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.HandoffKey]: ...
+    def __init__(
+        self,
+        *,
+        keys: _abc.Iterable[_common_pb2.HandoffKey] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Computing: _TypeAlias = Computing  # noqa: Y015
 
 @_typing.final
 class Abort(_message.Message):

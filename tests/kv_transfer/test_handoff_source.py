@@ -441,3 +441,24 @@ def test_progress_age_counts_only_what_this_side_owes() -> None:
     bench.flush(1)
     bench.now_s = 20.0
     assert bench.source.progress_age_s() == 0.0, "there is no credit"
+
+
+def test_it_awaits_computation_only_while_it_is_fetched_and_owes_nothing() -> None:
+    bench = Bench()
+    assert not bench.source.awaits_computation, "nobody fetches"
+    bench.attach(credit_bytes=FRAME_BYTES)
+    assert bench.source.awaits_computation
+    bench.source.extend(1)
+    assert not bench.source.awaits_computation, "a block is owed"
+    bench.pull(flush=False)
+    bench.source.credit(bench.link, PLENTY)
+    bench.pull(flush=False)
+    assert not bench.source.awaits_computation, "it is in flight"
+    bench.flush(BLOCK_FRAMES)
+    assert bench.source.awaits_computation
+    bench.source.nack(bench.link, [Piece(block_index=0, slab_offset=0, size_bytes=FRAME_BYTES)])
+    assert not bench.source.awaits_computation, "a piece is owed again"
+    bench.pull()
+    assert bench.source.awaits_computation
+    bench.seal()
+    assert not bench.source.awaits_computation, "all is computed"

@@ -175,7 +175,7 @@ def test_a_deadline_ends_a_fetch_at_any_point() -> None:
     in_world(law)
 
 
-def test_a_hand_off_that_has_begun_and_goes_no_further_is_given_up() -> None:
+def test_a_hand_off_that_has_begun_and_of_which_nobody_says_that_it_is_being_computed_is_given_up() -> None:
     async def law(world: World) -> None:
         world.offer(is_sealed=False).extend(1)
         started_s = virtual_clock()
@@ -183,7 +183,24 @@ def test_a_hand_off_that_has_begun_and_goes_no_further_is_given_up() -> None:
             await world.fetch()
         assert 10.0 <= virtual_clock() - started_s < 11.0
 
-    assert in_world(law).ended == [(make_key(), EndReason.ABORTED)]
+    slow_to_speak = SenderConfig(timing=ConnectionTiming(heartbeat_s=20.0, idle_timeout_s=60.0))
+    patient = ReceiverConfig(timing=ConnectionTiming(idle_timeout_s=60.0))
+    world = in_world(law, sender=slow_to_speak, receiver=patient)
+    assert world.ended == [(make_key(), EndReason.ABORTED)]
+
+
+def test_a_prefill_worker_that_lives_may_compute_for_as_long_as_the_deadline_allows() -> None:
+    async def law(world: World) -> None:
+        offer = world.offer(is_sealed=False)
+        offer.extend(1)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(world.fetch())
+            await asyncio.sleep(300.0)
+            offer.extend(2)
+            await asyncio.sleep(300.0)
+            offer.seal(SEAL)
+
+    assert in_world(law).ended == [(make_key(), EndReason.COMMITTED)]
 
 
 def test_before_it_begins_only_the_deadline_bounds_a_fetch() -> None:
