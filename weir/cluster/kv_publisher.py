@@ -146,10 +146,8 @@ class KvIndexPublisher:
 
     async def _watch_link(self) -> None:
         """Look at once whether Redis still has the index when it comes back."""
-        link = self._connection.link
         while True:
-            await link.wait_for_interruption(link.num_interruptions)
-            await link.wait_until_up()
+            await self._connection.link.wait_for_return()
             self._wakeup.set()
 
     async def _keep_published(self) -> None:

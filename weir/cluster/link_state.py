@@ -62,6 +62,11 @@ class LinkState:
         while self.num_interruptions == num_interruptions:
             await self._changed.wait()
 
+    async def wait_for_return(self) -> None:
+        """Until the next interruption from now on is over."""
+        await self.wait_for_interruption(self.num_interruptions)
+        await self.wait_until_up()
+
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()

@@ -81,10 +81,8 @@ class Registration:
 
     async def _watch_link(self) -> None:
         """Register again as soon as Redis is back: it may have lost everything."""
-        link = self._connection.link
         while True:
-            await link.wait_for_interruption(link.num_interruptions)
-            await link.wait_until_up()
+            await self._connection.link.wait_for_return()
             self._wakeup.set()
 
     async def _heartbeat(self) -> None:
