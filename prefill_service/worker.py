@@ -176,6 +176,9 @@ class PrefillWorker:
         finally:
             prompt.scope = None
             self._withdraw(prompt, error)
+            for choice in choices:  # a hold that ended before the engine knew it was made after that
+                if choice.key not in prompt.open_keys:
+                    self._engine.release_hold(_hold_id(choice.key))
             self._settle(prompt)
 
     def release(self, keys: Iterable[HandoffKey]) -> int:
@@ -299,7 +302,8 @@ class PrefillWorker:
                     num_cached_tokens=last.num_cached_tokens,
                 )
             )
-            self._record(prompt, choice.key)
+            if choice.key in prompt.open_keys:
+                self._record(prompt, choice.key)
         prompt.offers.clear()  # nothing to withdraw any more
         return PrefillResult(
             first_tokens=tuple(by_index[choice.choice_index] for choice in prompt.choices),

@@ -44,7 +44,7 @@ def cluster(started: ServedCluster) -> Iterator[ServedCluster]:
     started.wait_at_rest()
 
 
-def revive(cluster: ServedCluster, expected: list[str]) -> None:
+def revive(cluster: ServedCluster) -> None:
     for process in cluster.processes:
         if not process.is_alive:
             process.start()

@@ -20,7 +20,7 @@ from weir.core.errors import (
     UnavailableError,
     WrongIncarnationError,
 )
-from weir.core.request import FinishReason, HandoffKey, RequestId, SamplingParams
+from weir.core.request import FinishReason, HandoffId, HandoffKey, RequestId, SamplingParams
 from weir.core.worker import Incarnation
 
 PROMPT = tuple(range(5, 40))  # 9 blocks of 4, in three steps of at most 16 tokens
@@ -40,7 +40,7 @@ async def fetch_late(pair: WorkerPair, key: HandoffKey) -> object:
 async def test_every_choice_gets_its_first_token_from_one_computation() -> None:
     async with counting_pair() as pair:
         request, key = pair.request(PROMPT)
-        other = HandoffKey(key.handoff_id + "x", 0)  # type: ignore[arg-type]
+        other = HandoffKey(HandoffId(f"{key.handoff_id}x"), 0)
         result = await within(pair.start_prefill(request, key, other))
         expected = expected_tokens(PROMPT, 1)[0]
         assert [(token.choice_index, token.token_id) for token in result.first_tokens] == [(0, expected), (1, expected)]
@@ -241,6 +241,22 @@ async def test_a_fetch_that_comes_while_its_prompt_waits_for_held_blocks_is_not_
         await within(task)
         await within(stream.ended.wait())
         assert tuple(stream.token_ids) == expected_tokens(OTHER_PROMPT, 8)
+        await pair.assert_at_rest()
+
+
+async def test_a_hold_that_ends_before_its_prompt_is_computed_leaves_no_block_behind() -> None:
+    async with counting_pair(max_held_blocks=NUM_BLOCKS) as pair:
+        first, first_key = pair.request(PROMPT)
+        await within(pair.start_prefill(first, first_key))
+        second, second_key = pair.request(OTHER_PROMPT)
+        other_key = HandoffKey(HandoffId(f"{second_key.handoff_id}x"), 0)
+        task = pair.group.create_task(pair.start_prefill(second, second_key, other_key))
+        await until(lambda: pair.prefill.num_waiting == 1)
+        assert pair.prefill.release([second_key]) == 1
+        assert pair.prefill.release([first_key]) == 1
+        result = await within(task)
+        assert len(result.first_tokens) == 2
+        assert pair.prefill.release([other_key]) == 1
         await pair.assert_at_rest()
 
 
