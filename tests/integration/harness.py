@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.fakes.redis_server import RedisServer, free_port
 from weir.runtime.config import child_environment
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
 POLL_S = 0.05
 LOOPBACK = "127.0.0.1"
 SECRET = "integration"

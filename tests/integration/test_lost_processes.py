@@ -89,14 +89,19 @@ def busiest(workers: list[ServedProcess]) -> ServedProcess:
     return max(workers, key=lambda worker: worker.metrics()["vllm:num_requests_running"])
 
 
-def test_streams_do_not_notice_that_prefill_was_killed_and_it_joins_again_by_itself(
+def test_the_death_of_prefill_harms_neither_streams_nor_prompts_under_way(
     cluster: ServedCluster, expected: list[str]
 ) -> None:
+    bodies = [{"prompt": prompt_of(700, seed=50 + index), "max_tokens": 8} for index in range(NUM_STREAMS)]
+    prompts_expected = [HttpStream(cluster.url, **body, cache_salt="expected").finish().text for body in bodies]
     streams = start_streams(cluster)
+    prompts = [HttpStream(cluster.url, **body, cache_salt="again") for body in bodies]
+    wait_until(lambda: cluster.prefill[0].metrics()["weir_held_blocks"] > 0, "a prompt is being computed", ANSWER_S)
     cluster.prefill[0].kill()
-    assert_unharmed(expected, streams)
+    assert_unharmed([*expected, *prompts_expected], [*streams, *prompts])
     assert complete(cluster.url, **body_of(0)) == expected[0], "without prefill workers decode computes prompts"
-    revive(cluster)
+
+    revive(cluster)  # it joins by itself
     before = cluster.prefill[0].metrics()["vllm:prompt_tokens_total"]
     complete(cluster.url, prompt=prompt_of(200, seed=99), max_tokens=2)
     wait_until(
@@ -104,24 +109,13 @@ def test_streams_do_not_notice_that_prefill_was_killed_and_it_joins_again_by_its
     )
 
 
-def test_prompts_under_way_survive_the_death_of_prefill(cluster: ServedCluster) -> None:
-    bodies = [{"prompt": prompt_of(700, seed=50 + index), "max_tokens": 8} for index in range(NUM_STREAMS)]
-    expected = [complete(cluster.url, **body | {"cache_salt": "expected"}) for body in bodies]
-    killed_s = time.monotonic()
-    streams = [HttpStream(cluster.url, **body | {"cache_salt": "again"}) for body in bodies]
-    wait_until(lambda: cluster.prefill[0].metrics()["weir_held_blocks"] > 0, "a prompt is being computed", ANSWER_S)
-    cluster.prefill[0].kill()
-    assert_unharmed(expected, streams)
-    assert max(stream.ended_s for stream in streams) - killed_s < 3 * ANSWER_S
-
-
-def test_streams_move_when_their_decode_worker_is_killed(cluster: ServedCluster, expected: list[str]) -> None:
+def test_streams_move_when_their_decode_worker_dies_and_end_with_its_name_when_none_is_left(
+    cluster: ServedCluster, expected: list[str]
+) -> None:
     streams = start_streams(cluster)
     busiest(cluster.decode).kill()
     assert_unharmed(expected, streams)
 
-
-def test_without_a_decode_worker_streams_end_with_an_error_that_names_the_hop(cluster: ServedCluster) -> None:
     streams = start_streams(cluster)
     killed_s = time.monotonic()
     for worker in cluster.decode:
@@ -154,16 +148,16 @@ def num_registered(cluster: ServedCluster) -> int:
         return sum(1 for _ in client.scan_iter(match=f"{keys.WORKER_PREFIX}*"))
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_worker_told_to_stop_finishes_its_streams_and_exits_with_zero(
-    cluster: ServedCluster, expected: list[str], role: str
+def test_workers_told_to_stop_finish_their_streams_and_exit_with_zero(
+    cluster: ServedCluster, expected: list[str]
 ) -> None:
     streams = start_streams(cluster)
-    worker = cluster.prefill[0] if role == "prefill" else busiest(cluster.decode)
-    worker.signal(signal.SIGTERM)
+    leaving = [cluster.prefill[0], busiest(cluster.decode)]
+    for worker in leaving:
+        worker.signal(signal.SIGTERM)
     late = HttpStream(cluster.url, **body_of(2))
     assert_unharmed([*expected, expected[2]], [*streams, late])
-    assert worker.wait(20.0) == 0
+    assert [worker.wait(20.0) for worker in leaving] == [0, 0]
 
 
 def test_clients_that_leave_at_any_moment_free_everything(cluster: ServedCluster) -> None:
