@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,22 +45,36 @@ class LocalCluster:
                 return int(pid)
         raise AssertionError(f"no {service} among {children}")
 
+    def option_of(self, service: str, option: str) -> str:
+        """What a child was started with."""
+        words = Path(f"/proc/{self.pid_of(service)}/cmdline").read_text().split("\0")
+        return words[words.index(option) + 1]
+
     def kill(self, service: str) -> None:
         """End one service as a crash would."""
         os.kill(self.pid_of(service), signal.SIGKILL)
 
 
 @asynccontextmanager
-async def local_cluster(*options: str, home: Path, model: Path) -> AsyncIterator[LocalCluster]:
-    """`weir up` over `model` on free ports, ended with everything it started; it may still be starting."""
+async def local_cluster(
+    *options: str, home: Path, model: Path, environment: Mapping[str, str] | None = None
+) -> AsyncIterator[LocalCluster]:
+    """`weir up` over `model` on free ports, ended with everything it started; it may still be starting.
+
+    Args:
+        environment: the services' own variables, such as WEIR_MAX_NUM_SEQS.
+    """
     port, grpc_port = free_ports(2)
     argv = ["--model", str(model), "--home", str(home), "--port", str(port), "--grpc-port", str(grpc_port), *options]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "weir.cli", "up", *argv), cwd=ROOT, stderr=asyncio.subprocess.PIPE
+        *(sys.executable, "-m", "weir.cli", "up", *argv),
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+        stderr=asyncio.subprocess.PIPE,
     )
     try:
         yield LocalCluster(process=process, url=f"http://127.0.0.1:{port}", grpc_address=f"127.0.0.1:{grpc_port}")
     finally:
         if process.returncode is None:
             process.kill()
-            await process.wait()
+        await process.communicate()

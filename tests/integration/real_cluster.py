@@ -1,4 +1,4 @@
-"""One `weir up` over the default model for every case that wants the whole system, and what each case must leave behind.
+"""One `weir up` over the default model for every case that wants the whole system, and what each must leave behind.
 
 `PROBE` of the cases: afterwards the short chat has its answer, and nothing runs, waits, is held or uses a block.
 """
@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import pytest_asyncio
+import uvloop
 
 from tests.fakes.local_cluster import LocalCluster, local_cluster
-from tests.integration.harness import ServedProcess, leftovers
+from tests.integration.harness import ServedProcess, http_get, leftovers
 
 HI = ({"role": "user", "content": "hi"},)
 HI_ANSWER = "Hello there! How can I assist you today?"
@@ -145,16 +145,15 @@ class RealCluster:
         return reader, writer
 
     def leftovers(self) -> dict[str, dict[str, float]]:
-        """Gauges of the workers that are not at rest."""
+        """Gauges that are not at rest."""
         found = {name: leftovers(worker) for name, worker in self.workers.items()}
+        status, body = http_get(f"{self.cluster.url}/load")
+        found["gateway"] = {name: count for name, count in json.loads(body).items() if count} if status == 200 else {}
         return {name: gauges for name, gauges in found.items() if gauges}
 
     async def at_rest(self, timeout_s: float = REST_S) -> None:
         """Until nothing runs, waits, is held or uses a block, and the gateway has nobody in it."""
         await until(lambda: not self.leftovers(), lambda: f"at rest: {self.leftovers()}", timeout_s)
-        async with asyncio.timeout(timeout_s):
-            while any((await self.client.get("/load")).json().values()):
-                await asyncio.sleep(POLL_S)
 
     async def probe(self) -> None:
         """What every case must leave behind."""
@@ -173,22 +172,27 @@ async def until(is_so: Callable[[], bool], what: Callable[[], str], timeout_s: f
     """Poll until `is_so`: another process has no event to wait for."""
     try:
         async with asyncio.timeout(timeout_s):
-            while not is_so():
+            for _ in iter(is_so, True):
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
         raise AssertionError(f"not within {timeout_s:g} s: {what()}") from None
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def running_cluster(
-    real_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[LocalCluster]:
+@pytest.fixture(scope="session")
+def running_cluster(real_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """A prefill and a decode worker, Redis and a gateway that says often that it is alive."""
     home = tmp_path_factory.mktemp("weir")
     environment = {"WEIR_KEEP_ALIVE_S": str(KEEP_ALIVE_S)}
-    async with local_cluster(*OPTIONS, home=home, model=real_model_dir, environment=environment) as cluster:
-        await cluster.until("weir: ready after")
-        yield cluster
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # outlives the loops of the tests
+        stack = AsyncExitStack()
+        cluster = runner.run(
+            stack.enter_async_context(local_cluster(*OPTIONS, home=home, model=real_model_dir, environment=environment))
+        )
+        try:
+            runner.run(cluster.until("weir: ready after"))
+            yield cluster
+        finally:
+            runner.run(stack.aclose())
 
 
 @asynccontextmanager
