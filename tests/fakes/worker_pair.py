@@ -160,6 +160,7 @@ class WorkerPair:
 
     Args:
         listen: where the prefill worker serves blocks.
+        wait_s: longest time for one request, and for the rest after the last.
     """
 
     def __init__(
@@ -175,7 +176,9 @@ class WorkerPair:
         handoff_timeout_s: float = 20.0,
         sender: SenderConfig | None = None,
         receiver: ReceiverConfig | None = None,
+        wait_s: float = WAIT_S,
     ) -> None:
+        self._wait_s = wait_s
         self.prefill_engine = prefill_engine
         self.decode_engine = decode_engine
         self.ownership = FakeOwnership()
@@ -266,10 +269,10 @@ class WorkerPair:
         opened = [self.request(prompt, sampling, request_id=name, choice_index=index, **fields) for index in range(n)]
         streams = [self.gateway.open(request, key, self.source) for request, key in opened]
         request = opened[0][0]
-        result = await within(self.start_prefill(request, *(stream.key for stream in streams)))
+        result = await within(self.start_prefill(request, *(stream.key for stream in streams)), self._wait_s)
         for stream, first in zip(streams, result.first_tokens, strict=True):
             if first.finish_reason is None:
-                await within(stream.ended.wait())
+                await within(stream.ended.wait(), self._wait_s)
             else:
                 self.gateway.cancel(stream)
                 stream.token_ids, stream.finish_reason = [first.token_id], first.finish_reason
@@ -278,9 +281,9 @@ class WorkerPair:
     async def assert_at_rest(self) -> None:
         """Both pools at their baseline, no hold, no transfer, no holding recorded; every law holds."""
         for engine in (self.prefill_engine, self.decode_engine):
-            await until(lambda engine=engine: is_at_rest(engine))  # type: ignore[misc]
+            await until(lambda engine=engine: is_at_rest(engine), self._wait_s)  # type: ignore[misc]
             await engine.check_integrity()
-        await until(lambda: self.server.num_unreleased == 0)
+        await until(lambda: self.server.num_unreleased == 0, self._wait_s)
         assert self.prefill.num_held == self.prefill.num_held_blocks == 0
         assert self.decode.num_open == self.client.num_in_flight == 0
         assert self.ownership.holdings == {}

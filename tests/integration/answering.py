@@ -28,15 +28,19 @@ async def answer_split(
 async def answer_in_a_burst(
     pair: WorkerPair, prompts: Sequence[Prompt], sampling: SamplingParams, *, timeout_s: float
 ) -> list[Stream]:
-    """All prompts computed and held before the first is fetched, so that all start to decode together."""
+    """All prompts computed and held before the first is fetched, so that all start to decode together.
+
+    The longest are fetched first, since they take longest.
+    """
     opened = [pair.request(prompt, sampling) for prompt in prompts]
     async with asyncio.TaskGroup() as group:
         for request, key in opened:
             group.create_task(within(pair.start_prefill(request, key), timeout_s))
-    streams = [pair.gateway.open(request, key, pair.source) for request, key in opened]
-    for stream in streams:
+    longest_first = sorted(opened, key=lambda item: -item[0].num_known_tokens)
+    streams = {key: pair.gateway.open(request, key, pair.source) for request, key in longest_first}
+    for stream in streams.values():
         await within(stream.ended.wait(), timeout_s)
-    return [_ended_well(stream) for stream in streams]
+    return [_ended_well(streams[key]) for _, key in opened]
 
 
 async def answer_alone(

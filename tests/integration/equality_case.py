@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 BLOCK_SIZES = (1, 16, 256)
-CACHES = ("cold", "hot", "prefill hot", "decode hot")
-"""Which prefix caches have the prompts; every cache starts cold."""
+WARM_CACHES = ("hot", "prefill hot", "decode hot")
+"""Which prefix caches have the prompts; every case starts with both cold."""
 
 _FACTORS: Mapping[str, Sequence[Any]] = {
     "prefill_block": BLOCK_SIZES,
     "decode_block": BLOCK_SIZES,
-    "cache": CACHES,
+    "warm_cache": WARM_CACHES,
     "is_chunked": (True, False),
     "is_preempted": (True, False),
 }
@@ -44,18 +44,14 @@ class EqualityCase:
 
 def pairwise_cases() -> list[EqualityCase]:
     """Few cases in which every value of a factor meets every value of every other factor."""
-    return [
-        EqualityCase(caches=("cold",) if cache == "cold" else ("cold", cache), **values)
-        for values in all_pairs(_FACTORS)
-        for cache in [values.pop("cache")]
-    ]
+    return [EqualityCase(caches=("cold", values.pop("warm_cache")), **values) for values in all_pairs(_FACTORS)]
 
 
 def product_cases() -> list[EqualityCase]:
     """Every combination; those that differ by their caches alone share a case, one round each."""
-    factors = {name: values for name, values in _FACTORS.items() if name != "cache"}
+    factors = {name: values for name, values in _FACTORS.items() if name != "warm_cache"}
     return [
-        EqualityCase(caches=CACHES, **dict(zip(factors, values, strict=True)))
+        EqualityCase(caches=("cold", *WARM_CACHES), **dict(zip(factors, values, strict=True)))
         for values in itertools.product(*factors.values())
     ]
 

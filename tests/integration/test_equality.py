@@ -21,7 +21,7 @@ from tests.integration.greedy_judge import GreedyJudge
 from tests.integration.prompt_set import ALL_LENGTHS, LONG_LENGTHS, SHORT_LENGTHS, PromptSet
 from weir.core.request import SamplingParams, TokenLogprobs
 
-NUM_TOKENS = 12
+NUM_TOKENS = 8
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=11, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
 CHUNK = 48
@@ -63,12 +63,10 @@ def roomy(prompts: Sequence[Prompt], block_size: int, *, chunk: int | None = Non
 
 
 def tight(prompts: Sequence[Prompt], block_size: int) -> dict[str, Any]:
-    """The same with a pool that has room for every prompt, and for a third of what their answers need beyond that."""
-    claimed = [blocks_for(len(prompt) + 1, block_size) for prompt in prompts]
-    grown = [blocks_for(len(prompt) + NUM_TOKENS - 1, block_size) for prompt in prompts]
-    num_blocks = sum(claimed) + (sum(grown) - sum(claimed)) // 3
-    watermark = max(1, num_blocks // 99)
-    return roomy(prompts, block_size) | {"num_blocks": num_blocks + watermark}
+    """The same with a pool that every prompt fits into, and of what their answers need beyond that next to nothing."""
+    num_claimed = sum(blocks_for(len(prompt) + 1, block_size) for prompt in prompts)
+    watermark = max(1, num_claimed // 99)
+    return roomy(prompts, block_size) | {"num_blocks": num_claimed + watermark}
 
 
 async def check_case(
@@ -83,7 +81,7 @@ async def check_case(
                 assert await pair.prefill_engine.reset_prefix_cache()
             if cache in ("cold", "prefill hot"):
                 assert await pair.decode_engine.reset_prefix_cache()
-            num_computed = pair.prefill_engine.stats().num_prompt_tokens
+            num_hits = pair.prefill_engine.stats().prefix_cache_hits
             num_preemptions = pair.decode_engine.stats().num_preemptions
             if case.is_preempted:
                 streams = await answer_in_a_burst(pair, prompts, GREEDY, timeout_s=TIMEOUT_S)
@@ -93,8 +91,8 @@ async def check_case(
                 assert len(stream.token_ids) == NUM_TOKENS
                 judge.check(prompt, stream.token_ids, f"{case}, {cache}")
             await pair.assert_at_rest()
-            num_computed = pair.prefill_engine.stats().num_prompt_tokens - num_computed
-            assert num_computed == sum(num_to_compute(prompt, case.prefill_block, cache) for prompt in prompts)
+            num_hits = pair.prefill_engine.stats().prefix_cache_hits - num_hits
+            assert num_hits == sum(num_cached_tokens(prompt, case.prefill_block, cache) for prompt in prompts)
             num_preemptions = pair.decode_engine.stats().num_preemptions - num_preemptions
             assert (num_preemptions > 0) is case.is_preempted
 
@@ -106,11 +104,9 @@ def assert_same_logprobs(found: Sequence[TokenLogprobs], expected: Sequence[Toke
         assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=MAX_LOGPROB_DIFFERENCE)
 
 
-def num_to_compute(prompt: Prompt, block_size: int, cache: str) -> int:
-    """Tokens that the prefill worker computes: the last one always, and what no full block has."""
-    if cache in ("cold", "decode hot"):
-        return len(prompt)
-    return len(prompt) - (len(prompt) - 1) // block_size * block_size
+def num_cached_tokens(prompt: Prompt, block_size: int, cache: str) -> int:
+    """What the prefill worker finds: full blocks, and never the last token, whose logits choose the next one."""
+    return 0 if cache in ("cold", "decode hot") else (len(prompt) - 1) // block_size * block_size
 
 
 @pytest.mark.parametrize("case", pairwise_cases(), ids=str)
