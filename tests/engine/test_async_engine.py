@@ -282,11 +282,14 @@ class TestPrefill:
     async def test_abort_by_id_ends_the_run_with_an_error(self) -> None:
         async with start(max_num_batched_tokens=8) as started:
             choice = PrefillChoice(choice_index=0, hold_id="h")
-            run = await started.engine.prefill(make_request("p", PROMPT, max_tokens=9), (choice,))
-            started.engine.abort("p")
-            with pytest.raises(RequestCancelledError):
-                async for _ in run:
-                    pass
+            with stop_before_steps(started) as gate:
+                run = await started.engine.prefill(make_request("p", PROMPT, max_tokens=9), (choice,))
+                await gate.wait()
+                started.engine.abort("p")
+                gate.open()
+                with pytest.raises(RequestCancelledError):
+                    async for _ in run:
+                        pass
             started.engine.release_hold("h")
             assert await started.is_clean()
 

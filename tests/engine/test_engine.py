@@ -346,13 +346,17 @@ class TestPrefill:
             assert harness.engine.stats.held_blocks == held
         assert harness.num_free_blocks == 64
 
-    def test_choice_that_its_first_token_finished_has_no_hold(self) -> None:
+    def test_choice_that_its_first_token_finished_is_held_until_its_transfer_has_ended(self) -> None:
         harness = EngineHarness()
         harness.prefill(make_request("p", PROMPT, max_tokens=1), 0, 1)
         harness.run()
         first_tokens = harness.progress["p"][-1].first_tokens
         assert first_tokens is not None
         assert {token.finish_reason for token in first_tokens} == {FinishReason.LENGTH}
+        assert harness.num_free_blocks == 54
+        harness.engine.release_hold("p#0")
+        harness.engine.release_hold("p#1")
+        harness.engine.update_stats()
         assert harness.num_free_blocks == 64
 
     def test_aborted_run_leaves_its_holds(self) -> None:

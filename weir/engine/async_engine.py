@@ -100,8 +100,7 @@ class AsyncEngine:
     async def prefill(self, request: SequenceRequest, choices: tuple[PrefillChoice, ...]) -> PrefillRun:
         """Compute the prompt once for all `choices`; the run tells how far it is.
 
-        Each choice's hold keeps the blocks from the start until `release_hold`, whatever becomes of the run, unless
-        its first token already ended it.
+        Each choice's hold keeps the blocks from the start until `release_hold`, whatever becomes of the run.
 
         Raises:
             ConflictError, InvalidRequestError: see `Engine.prefill`.

@@ -402,8 +402,6 @@ class Engine:
                     stop_token_id=end.stop_token_id,
                 )
             )
-            if end.finish_reason is not None:
-                self.release_hold(choice.hold_id)
         self._outbox.append((sequence.reader, self._progress(sequence, tuple(first_tokens))))
         self._end(sequence)
 
