@@ -27,7 +27,7 @@ async def test_s01_usage_comes_once_and_only_if_asked_for(real: RealCluster) -> 
 
 
 async def test_s03_a_silent_stream_has_comments_and_every_event_is_whole(real: RealCluster) -> None:
-    streamed = await real.stream(COMPLETIONS, prompt=[260 + index % 50 for index in range(1500)], max_tokens=3)
+    streamed = await real.stream(COMPLETIONS, prompt=[260 + index % 50 for index in range(800)], max_tokens=3)
     before, found, _ = streamed.raw.partition("data: ")
     assert found
     assert before.startswith(": keep-alive\n\n"), "the prompt takes long and nothing is said"
