@@ -81,7 +81,9 @@ async def open_services(config: GatewayConfig) -> AsyncIterator[GatewayServices]
     models = ModelStore.load(config.model_paths)
     gateway_id = config.gateway_id or f"gateway-{uuid.uuid4().hex[:12]}"
     metrics = RequestMetrics(
-        CollectorRegistry(), max_model_len=max(model.card.max_model_len for model in models.models)
+        CollectorRegistry(),
+        max_model_len=max(model.card.max_model_len for model in models.models),
+        legacy_aliases=config.legacy_aliases,
     )
     async with (
         RedisConnection.from_url(config.redis_url) as redis,

@@ -51,11 +51,19 @@ class RequestMetrics:
 
     Args:
         max_model_len: the largest context of the models served, in tokens.
+        legacy_aliases: see `GatewayMetrics`.
     """
 
-    def __init__(self, registry: CollectorRegistry, *, max_model_len: int, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        *,
+        max_model_len: int,
+        legacy_aliases: bool = False,
+        clock: Clock = time.monotonic,
+    ) -> None:
         self.registry = registry
-        self._families = GatewayMetrics(registry, max_model_len=max_model_len)
+        self._families = GatewayMetrics(registry, max_model_len=max_model_len, legacy_aliases=legacy_aliases)
         self._clock = clock
         self._by_model: dict[str, _ModelHistograms] = {}
 

@@ -19,7 +19,7 @@ from weir.cluster.connection import RedisConnection
 from weir.core.worker import Role
 from weir.runtime.config import load_config
 from weir.runtime.metrics import WorkerMetrics
-from weir.runtime.service import ServiceContext, run_service
+from weir.runtime.service import ServiceContext, loading, run_service
 from weir.worker.identity import WorkerIdentity
 from weir.worker.process import prepare_process, serve_worker
 
@@ -29,7 +29,8 @@ async def serve(context: ServiceContext) -> None:
     config = load_config(PrefillConfig, prog="python -m prefill_service")
     prepare_process(config, context.name)
     # Imports torch, which takes seconds: not before the settings are known to be right.
-    from weir.engine.async_engine import AsyncEngine
+    with loading():
+        from weir.engine.async_engine import AsyncEngine
 
     engine_config = config.engine_config()
     me = WorkerIdentity.draw(config.worker_id, Role.PREFILL)
@@ -73,6 +74,7 @@ async def serve(context: ServiceContext) -> None:
                     model_name=engine.card.name,
                     role=me.role,
                     max_num_batched_tokens=engine_config.token_budget(),
+                    legacy_aliases=config.legacy_aliases,
                 ),
                 add_service=partial(add_PrefillServicer_to_server, PrefillServicer(worker)),
                 service_name=SERVICE_NAME,

@@ -118,10 +118,17 @@ def _normal(name: str) -> str:
     return name.lower().replace("_", "-")
 
 
+# Of the command line, and of a process that exports traces.
+UNUSED = frozenset({"rich", "httpx", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"})
+
+
 @pytest.mark.parametrize(
     ("module", "never"),
     [
-        ("gateway.__main__", {"torch", "transformers", "weir.engine", "kernels", "kv_transfer", "triton"}),
+        ("gateway.__main__", {"torch", "transformers", "weir.engine", "kernels", "kv_transfer", "triton", *UNUSED}),
+        ("prefill_service.__main__", {"torch", "transformers", *UNUSED}),
+        ("decode_service.__main__", {"torch", "transformers", *UNUSED}),
+        ("weir.engine.model_runner", {"gguf", "transformers", "triton", "yaml"}),
         ("weir.cli.up", {"torch", "transformers", "weir.engine", "gateway", "grpc"}),
         ("weir", {"torch", "weir.engine"}),
         ("kv_transfer.sender", {"torch", "weir.engine", "redis"}),

@@ -117,6 +117,15 @@ def events(lines: list[str]) -> list[str]:
     return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
 
 
+@pytest.mark.parametrize("is_asked", [False, True])
+async def test_metrics_have_their_former_names_too_if_asked(
+    redis_server: RedisServer, tmp_path: Path, is_asked: bool
+) -> None:
+    async with gateway(config_of(tmp_path, redis_server.url, legacy_aliases=is_asked)) as (client, _):
+        metrics = (await client.get("/metrics")).text
+        assert ("vllm:time_per_output_token_seconds" in metrics) == is_asked
+
+
 async def test_a_request_goes_through_and_can_be_looked_up(redis_server: RedisServer, tmp_path: Path) -> None:
     async with decode_worker(redis_server), gateway(config_of(tmp_path, redis_server.url)) as (client, _):
         await until_status(client, "/ready", 200)

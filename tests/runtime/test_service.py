@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import sys
 from pathlib import Path
 
 import pytest
+
+from weir.runtime.service import loading
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -94,3 +97,13 @@ async def test_another_failure_is_a_traceback_and_exit_code_1() -> None:
     assert process.returncode == 1
     assert "failer ends: it failed" in err.decode()
     assert "KeyError: 'surprise'" in err.decode()
+
+
+def test_the_collector_rests_while_libraries_are_loaded_and_leaves_them_alone_afterwards() -> None:
+    try:
+        with loading():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()

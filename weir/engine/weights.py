@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 
 from weir.core.errors import ModelLoadError
-from weir.engine.gguf_model import GgufCheckpoint
 from weir.engine.safetensors_file import SafetensorsCheckpoint, TensorSpec, write_safetensors
 from weir.engine.weight_manifest import WeightManifest
 
@@ -43,7 +42,11 @@ def open_weights(model_dir: Path) -> TensorSource:
     """
     manifest = WeightManifest.load(model_dir)
     paths = manifest.checked_paths(model_dir)
-    return GgufCheckpoint(paths[0]) if manifest.format == "gguf" else SafetensorsCheckpoint(paths)
+    if manifest.format != "gguf":
+        return SafetensorsCheckpoint(paths)
+    from weir.engine.gguf_model import GgufCheckpoint  # its library takes 0.2 s to load
+
+    return GgufCheckpoint(paths[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,7 @@ class WorkerConfig:
     log_level: str = setting("info", help="least severe record to log", choices=LEVELS)
     log_format: str = setting("console", help="for people or as JSON", choices=FORMATS)
     otlp_endpoint: str | None = setting(None, help="where traces go, such as http://127.0.0.1:4317; none makes none")
+    legacy_aliases: bool = setting(False, help="also give metrics under the former names that dashboards may use")
 
     def validate(self) -> None:
         """What no single field says. Raises ConfigError naming the field, the value and the limit."""
