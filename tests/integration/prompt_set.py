@@ -14,7 +14,7 @@ TEXT = Path(__file__).parents[2] / "LICENSE"
 SHORT_LENGTHS = (1, 2, 15, 16, 17, 33, 254, 255)
 """Around the edges of blocks; two answers soon grow beyond a block of 256."""
 
-LONG_LENGTHS = (510, 1021, 2000)
+LONG_LENGTHS = (510, 2000)
 
 ALL_LENGTHS = (
     *(1, 2, 3, 4, 5, 7, 9, 12, 15, 16, 17, 20, 24, 31, 32, 33, 40, 47, 48, 49, 63, 64, 65, 80, 95, 100, 111, 127, 128),
