@@ -13,6 +13,8 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # set later it has no effect
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# gRPC's own handlers abort a child that is forked while a server lives here, before it becomes another program.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
 # A developer's own settings must not leak into tests of the configuration.
 for name in [name for name in os.environ if name.startswith("WEIR_") and not name.startswith("WEIR_TEST_")]:
     del os.environ[name]
