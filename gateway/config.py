@@ -50,7 +50,7 @@ class GatewayConfig:
         16, help="let decode workers compute prompts of which they lack no more tokens than this", minimum=0
     )
     header_wait_s: float = setting(10.0, help="how long an answer's header waits for workers to grant", minimum=0.0)
-    redispatch_wait_s: float = setting(30.0, help="how long a stream that lost its worker waits for one", minimum=0.0)
+    redispatch_wait_s: float = setting(8.0, help="how long a stream that lost its worker waits for one", minimum=0.0)
     max_dispatches: int = setting(4, help="attempts of one choice, the first included", minimum=1)
     lease_s: float = setting(30.0, help="the prefill workers' setting: how long KV is held", minimum=0.1)
     max_buffered_tokens: int = setting(

@@ -43,8 +43,9 @@ async def serve_http(app: ASGIApp, listener: socket.socket, *, keep_alive_s: int
         )
     )
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(server.serve(sockets=[listener]))
+        serving = tasks.create_task(server.serve(sockets=[listener]))
         try:
             yield
         finally:
             server.should_exit = True
+            await asyncio.wait([serving])

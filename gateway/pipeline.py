@@ -76,7 +76,7 @@ class PipelineSettings:
     """
 
     header_wait_s: float = 10.0
-    redispatch_wait_s: float = 30.0
+    redispatch_wait_s: float = 8.0
     max_dispatches: int = 4
     renew_interval_s: float = 5.0
     max_buffered_tokens: int = 16_384

@@ -35,6 +35,7 @@ from protos.convert import key_from_proto, key_to_proto
 from protos.kv_transfer_pb2 import Computing, Fetch, Frame
 from weir.core.deadline import Clock, Deadline
 from weir.core.errors import (
+    ConfigError,
     ConflictError,
     HandoffError,
     HandoffLostError,
@@ -125,9 +126,10 @@ class TransferServer:
         self._exit_stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
+        """Raises ConfigError for an address that cannot be listened on."""
         async with AsyncExitStack() as stack:
             for address in self._listen:
-                listener = await self._transport.listen(address, partial(self._accept, address))
+                listener = await self._start_listening(address)
                 self._listeners.append(listener)
                 stack.push_async_callback(listener.close)
             self._sweeper.start()
@@ -141,6 +143,15 @@ class TransferServer:
     ) -> None:
         """End every hold and close every connection; then nothing is in flight and every `on_end` was called."""
         await self._exit_stack.aclose()
+
+    async def _start_listening(self, address: str) -> Listener:
+        try:
+            return await self._transport.listen(address, partial(self._accept, address))
+        except OSError as exc:
+            reason = exc.strerror or exc
+            raise ConfigError(
+                f"transfer_listen: cannot listen on {address}: {reason}", param="transfer_listen"
+            ) from exc
 
     # For the prefill service
 

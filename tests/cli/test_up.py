@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.fakes.local_cluster import local_cluster
+from tests.cli.weir_up import weir_up
 from tests.fakes.tiny_model import write_tiny_model
 from weir.cli.__main__ import main
 from weir.cli.probes import free_ports
@@ -33,7 +33,7 @@ async def _complete(client: httpx.AsyncClient) -> list[int]:
 async def test_it_serves_heals_and_drains() -> None:
     with tempfile.TemporaryDirectory(prefix="weir-") as folder:
         model_dir = write_tiny_model(Path(folder) / "tiny")
-        async with local_cluster(*OPTIONS, home=Path(folder) / "home", model=model_dir) as running:
+        async with weir_up(*OPTIONS, home=Path(folder) / "home", model=model_dir) as running:
             await running.until("weir: ready after")
             async with httpx.AsyncClient(base_url=running.url, timeout=60) as client:
                 before = await _complete(client)

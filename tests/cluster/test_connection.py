@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.samples import ManualClock, connect, until
-from tests.fakes.redis_server import RedisServer, free_port, redis_binary
+from tests.fakes.redis_server import RedisServer, redis_binary
+from weir.cli.probes import free_ports
 from weir.cluster.connection import RedisConnection, ScriptCall
 from weir.cluster.scripts import Script
 from weir.core.errors import ConfigError, UnavailableError
@@ -288,7 +289,7 @@ async def test_tls_is_checked_against_the_given_authority(tmp_path: Path) -> Non
         pytest.skip("redis-server and openssl are not installed")
     for name in ("server", "stranger"):
         make_certificate(openssl, tmp_path, name)
-    tls_port = free_port()
+    (tls_port,) = free_ports(1)
     options = [f"tls-port {tls_port}", f"tls-cert-file {tmp_path}/server.pem", f"tls-key-file {tmp_path}/server.key"]
     options += [f"tls-ca-cert-file {tmp_path}/server.pem", "tls-auth-clients no"]
     with RedisServer(options, binary=redis):

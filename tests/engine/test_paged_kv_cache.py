@@ -81,14 +81,6 @@ def test_tokens_of_two_source_blocks_at_once_are_a_fault() -> None:
         cache.write_tokens([0, 1], 6, 4, cache.block_view(0), 8)
 
 
-def test_a_copied_block_equals_its_source() -> None:
-    cache = make_cache()
-    cache.tensor.copy_(torch.randn(cache.tensor.shape))
-    before = cache.tensor.clone()
-    cache.copy_block(3, 6)
-    assert torch.equal(cache.tensor, before[[0, 1, 2, 3, 4, 5, 3, 7]])
-
-
 def test_blocks_outside_host_memory_have_no_view() -> None:
     layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=2, kv_dtype="float32")
     with pytest.raises(UnsupportedFeatureError, match="meta"):

@@ -37,7 +37,7 @@ def redis_binary() -> str | None:
     return shutil.which("redis-server")
 
 
-def free_port() -> int:
+def _free_port() -> int:
     """A port nobody listens on, and neither on the one 10,000 above it (a cluster node's second)."""
     while True:
         with socket.socket() as first, socket.socket() as second:
@@ -58,7 +58,7 @@ class RedisServer:
     """
 
     def __init__(self, options: Sequence[str] = (), *, binary: str | None = None, is_sentinel: bool = False) -> None:
-        self.port = free_port()
+        self.port = _free_port()
         self._directory = Path(tempfile.mkdtemp(prefix="weir-redis-"))
         self.socket_path = self._directory / "redis.sock"
         self._options = tuple(options)

@@ -20,9 +20,10 @@ from gateway.config import GatewayConfig
 from gateway.services import GatewayServices
 from gateway.worker_clients import probe_worker
 from protos import common_pb2, decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc
-from tests.fakes.redis_server import RedisServer, free_port, redis_server
+from tests.fakes.redis_server import RedisServer, redis_server
 from tests.fakes.tiny_tokenizer import served_model
 from tests.fakes.worker_clients import worker_info
+from weir.cli.probes import free_ports
 from weir.cluster.connection import RedisConnection
 from weir.cluster.worker_registry import Registration
 from weir.core.errors import ConfigError
@@ -176,7 +177,7 @@ async def test_what_outlasts_the_drain_time_ends_with_an_error_event(redis_serve
 
 
 async def test_without_redis_it_answers_that_nobody_serves(tmp_path: Path) -> None:
-    async with gateway(config_of(tmp_path, f"redis://127.0.0.1:{free_port()}/0")) as (client, _):
+    async with gateway(config_of(tmp_path, f"redis://127.0.0.1:{free_ports(1)[0]}/0")) as (client, _):
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/ready")).status_code == 503
         refused = await client.post("/v1/completions", json=PROMPT)
@@ -186,7 +187,7 @@ async def test_without_redis_it_answers_that_nobody_serves(tmp_path: Path) -> No
 
 
 async def test_a_port_in_use_is_a_setting_at_fault(tmp_path: Path) -> None:
-    redis_url = f"redis://127.0.0.1:{free_port()}/0"
+    redis_url = f"redis://127.0.0.1:{free_ports(1)[0]}/0"
     async with gateway(config_of(tmp_path, redis_url)) as (client, services):
         config = config_of(tmp_path, redis_url, port=client.base_url.port)
         with pytest.raises(ConfigError, match=f"port: cannot listen on 127.0.0.1:{config.port}"):
@@ -195,7 +196,7 @@ async def test_a_port_in_use_is_a_setting_at_fault(tmp_path: Path) -> None:
 
 async def test_sigterm_lets_a_stream_finish_and_refuses_new_ones(redis_server: RedisServer, tmp_path: Path) -> None:
     served_model(tmp_path / "model")
-    port, grpc_port = free_port(), free_port()
+    port, grpc_port = free_ports(2)
     async with (
         decode_worker(redis_server) as player,
         process_of(

@@ -1,4 +1,4 @@
-"""One `weir up` over the default model for every case that wants the whole system, and what each must leave behind.
+"""One cluster with the default model for every case that wants the whole system, and what each must leave behind.
 
 `PROBE` of the cases: afterwards the short chat has its answer, and nothing runs, waits, is held or uses a block.
 """
@@ -8,24 +8,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import uvloop
 
-from tests.fakes.local_cluster import LocalCluster, local_cluster
-from tests.integration.harness import ServedProcess, http_get, leftovers
+from tests.integration.served_cluster import ServedCluster, ServedProcess, http_get, leftovers
 
 HI = ({"role": "user", "content": "hi"},)
 HI_ANSWER = "Hello there! How can I assist you today?"
 KEEP_ALIVE_S = 0.2
 REST_S = 10.0
 POLL_S = 0.02
-OPTIONS = ("--kv-cache-memory-bytes", "512MiB")
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -102,9 +98,13 @@ def loads(text: str) -> Any:
 class RealCluster:
     """The running system and a client of it, for one test."""
 
-    cluster: LocalCluster
+    cluster: ServedCluster
     client: httpx.AsyncClient
-    workers: dict[str, ServedProcess]
+
+    @property
+    def workers(self) -> dict[str, ServedProcess]:
+        """By role."""
+        return {"prefill": self.cluster.prefill[0], "decode": self.cluster.decode[0]}
 
     async def completion(self, prompt: Any, **fields: Any) -> dict[str, Any]:
         """The answer to a completion that must succeed; greedy, if nothing else is said."""
@@ -179,38 +179,18 @@ async def until(is_so: Callable[[], bool], what: Callable[[], str], timeout_s: f
 
 
 @pytest.fixture(scope="session")
-def running_cluster(real_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def running_cluster(real_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedCluster]:
     """A prefill and a decode worker, Redis and a gateway that says often that it is alive."""
-    home = tmp_path_factory.mktemp("weir")
-    environment = {"WEIR_KEEP_ALIVE_S": str(KEEP_ALIVE_S)}
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # outlives the loops of the tests
-        stack = AsyncExitStack()
-        cluster = runner.run(
-            stack.enter_async_context(local_cluster(*OPTIONS, home=home, model=real_model_dir, environment=environment))
-        )
-        try:
-            runner.run(cluster.until("weir: ready after"))
-            yield cluster
-        finally:
-            runner.run(stack.aclose())
-
-
-@asynccontextmanager
-async def client_of(cluster: LocalCluster) -> AsyncIterator[RealCluster]:
-    """One test's view of the system."""
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
-        yield RealCluster(cluster, client, {role: worker_of(cluster, role) for role in ("prefill", "decode")})
-
-
-def worker_of(cluster: LocalCluster, role: str) -> ServedProcess:
-    """Where a worker answers /ready and /metrics."""
-    port = cluster.option_of(f"{role}_service", "--metrics-port")
-    return ServedProcess(role, [], url=f"http://127.0.0.1:{port}", log_path=Path("/dev/null"))
+    options = {"kv-cache-memory-bytes": "512MiB"}
+    gateway = {"keep-alive-s": KEEP_ALIVE_S}
+    with ServedCluster(real_model_dir, tmp_path_factory.mktemp("weir"), options=options, gateway=gateway) as cluster:
+        yield cluster
 
 
 @pytest.fixture
-async def real(running_cluster: LocalCluster) -> AsyncIterator[RealCluster]:
+async def real(running_cluster: ServedCluster) -> AsyncIterator[RealCluster]:
     """The shared system; afterwards it must be as it was."""
-    async with client_of(running_cluster) as cluster:
+    async with httpx.AsyncClient(base_url=running_cluster.url, timeout=120) as client:
+        cluster = RealCluster(running_cluster, client)
         yield cluster
         await cluster.probe()

@@ -19,11 +19,12 @@ import pytest
 
 from protos import inference_pb2, inference_pb2_grpc
 from tests.conftest import IS_FULL
-from tests.fakes.redis_server import RedisServer, free_port
+from tests.fakes.redis_server import RedisServer
 from tests.fakes.tiny_model import prepare_tiny_model
 from tests.integration.engines import prompt_of
-from tests.integration.harness import ServedCluster, ServedProcess, http_get, wait_until
 from tests.integration.http_streams import HttpStream, complete
+from tests.integration.served_cluster import ServedCluster, ServedProcess, http_get, wait_until
+from weir.cli.probes import free_ports
 
 LEASE_S = 2.0
 BLOCK_SIZE = 16
@@ -268,7 +269,7 @@ def test_s38_calls_and_streams_go_on_whatever_redis_does(cluster: ServedCluster,
 def test_s34_s35_with_a_key_every_door_is_closed_but_one(
     cluster: ServedCluster, model_dir: Path, tmp_path: Path
 ) -> None:
-    port, grpc_port = free_port(), free_port()
+    port, grpc_port = free_ports(2)
     argv = [sys.executable, "-m", "gateway", "--model-dirs", str(model_dir), "--redis-url", cluster.redis.url]
     argv += ["--port", str(port), "--grpc-port", str(grpc_port), "--api-keys", "k-1", "--cors-origins", "https://a.b"]
     locked = ServedProcess("locked", argv, url=f"http://127.0.0.1:{port}", log_path=tmp_path / "locked.log")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.integration.engines import prompt_of
-from tests.integration.harness import ServedCluster, ServedProcess, http_get, wait_until
 from tests.integration.http_streams import HttpStream, complete
+from tests.integration.served_cluster import ServedCluster, ServedProcess, http_get, wait_until
 from weir.cluster import keys
 
 NUM_STREAMS = 8

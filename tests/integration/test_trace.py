@@ -13,8 +13,8 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from tests.integration.engines import prompt_of
-from tests.integration.harness import ServedCluster
 from tests.integration.http_streams import complete
+from tests.integration.served_cluster import ServedCluster
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):

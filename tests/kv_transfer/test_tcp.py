@@ -401,7 +401,7 @@ async def test_a_stale_socket_file_is_replaced_and_a_live_one_is_not(tmp_path: P
         dead.bind(str(path))
     async with workers(f"unix://{path}"):
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-        with pytest.raises(OSError, match="in use"):
+        with pytest.raises(ConfigError, match=f"transfer_listen: cannot listen on unix://{path}: .*in use"):
             async with TransferServer(make_identity("q"), [f"unix://{path}"]):
                 pass
     assert not path.exists()

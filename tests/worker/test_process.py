@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
@@ -16,8 +18,9 @@ from decode_service.config import DecodeConfig
 from decode_service.servicer import SERVICE_NAME, DecodeServicer
 from protos.decode_pb2_grpc import add_DecodeServicer_to_server
 from tests.fakes.async_engine import CountingPair, counting_pair
-from tests.fakes.redis_server import RedisServer, free_port, redis_server
+from tests.fakes.redis_server import RedisServer, redis_server
 from tests.fakes.worker_pair import until, within
+from weir.cli.probes import free_ports
 from weir.cluster.connection import RedisConnection
 from weir.cluster.worker_registry import WorkerDirectory
 from weir.core.errors import HopFailedError, WeirError, find_error
@@ -30,6 +33,7 @@ from weir.worker.process import serve_worker
 
 __all__ = ["redis_server"]
 
+ROOT = Path(__file__).resolve().parents[2]
 ME = WorkerIdentity(worker_id=WorkerId("d"), incarnation=Incarnation("decode-1"), role=Role.DECODE)
 
 
@@ -62,7 +66,7 @@ async def never_asked(worker: WorkerInfo) -> bool:
 @asynccontextmanager
 async def served(redis_server: RedisServer, model_dir: Path) -> AsyncIterator[Served]:
     """A decode worker as its process runs it, with the signal to stop in the test's hands."""
-    metrics_port = free_port()
+    (metrics_port,) = free_ports(1)
     config = DecodeConfig(
         model_dir=model_dir, redis_url=redis_server.url, metrics_port=metrics_port, registration_ttl_s=6.0, drain_s=5.0
     )
@@ -175,3 +179,20 @@ async def test_a_worker_that_stalls_turns_red_for_gateways_too(redis_server: Red
         assert code == 503
         assert "ended no step" in detail
         worker.pair.decode_engine.runner.run_freely()
+
+
+async def test_a_busy_port_is_refused_before_anything_loads(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "decode_service", "--model-dir", str(tmp_path), "--metrics-port", str(port)),
+            cwd=ROOT,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        async with asyncio.timeout(20):
+            _, err = await process.communicate()
+    assert process.returncode == 2
+    expected = f"decode: metrics_port: {port} is in use on 127.0.0.1; choose another with --metrics-port"
+    assert err.decode().splitlines() == [expected]  # an empty model directory would be the next complaint

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-
-from weir.core.errors import ConfigError
 
 TIMEOUT_S = 1.0
 
@@ -51,24 +48,6 @@ async def _ask(
                 writer.close()
     except (OSError, TimeoutError, ValueError):
         return b""
-
-
-def check_port_free(host: str, port: int, setting: str) -> None:
-    """Raises ConfigError, naming the setting, when somebody listens there or the host is not ours."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen(1)
-    except OSError as exc:
-        flag = "--" + setting.replace("_", "-")
-        if exc.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"{setting}: {port} is in use on {host}; choose another with {flag}", param=setting
-            ) from exc
-        reason = exc.strerror or exc
-        raise ConfigError(f"{setting}: cannot listen on {host}:{port}: {reason}", param=setting) from exc
 
 
 def free_ports(count: int) -> list[int]:

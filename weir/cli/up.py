@@ -13,12 +13,12 @@ import uvloop
 
 from weir.cli.local_cluster import LocalCluster
 from weir.cli.preparation import PreparedModel, prepare_model
-from weir.cli.probes import check_port_free
 from weir.cli.progress import Progress
 from weir.cli.run_directory import RunDirectory
 from weir.cli.supervisor import Supervisor
 from weir.cli.up_config import UpConfig
 from weir.runtime.config import load_config
+from weir.runtime.ports import check_port_free
 
 STOP_MARGIN_S = 5.0
 """Beyond the drain time that a service keeps itself."""

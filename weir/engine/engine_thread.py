@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+STOP_TIMEOUT_S = 30.0
 IDLE_CHECK_AFTER_S = 1.0
 MAX_IDLE_CHECK_BLOCKS = 1 << 16
 """A walk of 65,536 blocks takes some 25 ms; larger pools are checked on demand only."""
@@ -73,10 +74,12 @@ class EngineThread:
             raise
 
     async def stop(self) -> None:
-        """End after the step under way; whoever still waits gets an error."""
+        """End after the step under way; whoever still waits gets an error. A step that hangs is left behind."""
         self._is_stopped = True
         self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.error("a step still runs %g s after the engine was told to stop", STOP_TIMEOUT_S)
 
     def post(self, command: Callable[[Engine], None]) -> None:
         """Run a command between two steps; nobody waits for it, and an engine that has ended ignores it."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kernels.copy_blocks import copy_blocks
 from weir.core.errors import UnsupportedFeatureError
 from weir.core.kv_layout import KvLayout
 
@@ -96,11 +95,6 @@ class PagedKvCache:
             count = min(self.layout.block_size - start, end - token)
             blocks[block_ids[index], :, start : start + count] = slab[:, offset : offset + count]
             token, offset = token + count, offset + count
-
-    def copy_block(self, source: int, destination: int) -> None:
-        """Make block `destination` equal to block `source`."""
-        indices = torch.tensor([source, destination], device=self.tensor.device)
-        copy_blocks(self.tensor, indices[:1], indices[1:])
 
     def _as_slabs(self, raw: memoryview, block_size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         """Bytes of whole blocks as [num_blocks, layers and K or V and heads, block_size, bytes of a head]."""

@@ -40,7 +40,8 @@ async def start_metrics_server(
     try:
         server = await asyncio.start_server(endpoint.serve, host, port, limit=MAX_REQUEST_BYTES)
     except OSError as exc:
-        raise ConfigError(f"metrics: cannot listen on {host}:{port}: {exc.strerror or exc}") from exc
+        reason = exc.strerror or exc
+        raise ConfigError(f"metrics_port: cannot listen on {host}:{port}: {reason}", param="metrics_port") from exc
     try:
         yield server.sockets[0].getsockname()[1]
     finally:

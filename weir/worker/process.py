@@ -22,6 +22,7 @@ from weir.runtime.grpc_server import GrpcServer
 from weir.runtime.logs import setup_logging
 from weir.runtime.metrics import WorkerMetrics
 from weir.runtime.metrics_server import Health, start_metrics_server
+from weir.runtime.ports import check_port_free
 from weir.runtime.service import ServiceContext
 from weir.runtime.tracing import setup_tracing
 from weir.worker.address import reachable_host, with_host
@@ -72,7 +73,11 @@ class Transfer(Protocol):
 
 
 def prepare_process(config: WorkerConfig, name: str) -> None:
-    """Logs, traces, niceness and how compute threads wait; before torch is imported, which reads that once."""
+    """Logs, traces, niceness and how compute threads wait; before torch is imported, which reads that once.
+
+    Raises:
+        ConfigError: a port is in use.
+    """
     setup_logging(config.log_level, config.log_format)
     setup_tracing(f"weir-{name}", config.otlp_endpoint)
     if config.nice:
@@ -80,6 +85,8 @@ def prepare_process(config: WorkerConfig, name: str) -> None:
     # Threads that spin between two operations take a neighbour's cores: with two workers on two cores, the slowest
     # decode steps take 265 ms instead of 72 ms.
     os.putenv("OMP_WAIT_POLICY", "passive")
+    check_port_free(config.host, config.port, "port")
+    check_port_free(config.host, config.metrics_port, "metrics_port")
     logger.info("starting", extra=describe_config(config))
 
 

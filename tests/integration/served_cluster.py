@@ -20,7 +20,8 @@ from typing import Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.fakes.redis_server import RedisServer, free_port
+from tests.fakes.redis_server import RedisServer
+from weir.cli.probes import free_ports
 from weir.cli.supervisor import die_with_parent
 from weir.runtime.config import child_environment
 
@@ -190,7 +191,7 @@ class ServedCluster:
                 wait_until(lambda process=process: leftovers(process) == {}, f"{process.name} at rest", timeout_s)  # type: ignore[misc]
 
     def _worker(self, role: str, index: int, options: dict[str, object]) -> ServedProcess:
-        port = free_port()
+        (port,) = free_ports(1)
         flags = {
             "model-dir": self._model_dir,
             "redis-url": self.redis.url,
@@ -201,13 +202,13 @@ class ServedCluster:
         return self._process(f"{role}-{index}", f"{role}_service", flags | options, port)
 
     def _gateway(self, options: dict[str, object]) -> ServedProcess:
-        port = free_port()
+        port, grpc_port = free_ports(2)
         flags = {
             "model-dirs": self._model_dir,
             "redis-url": self.redis.url,
             "host": LOOPBACK,
             "port": port,
-            "grpc-port": free_port(),
+            "grpc-port": grpc_port,
         }
         return self._process("gateway", "gateway", flags | options, port)
 
