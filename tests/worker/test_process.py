@@ -21,6 +21,7 @@ from tests.fakes.async_engine import CountingPair, counting_pair
 from tests.fakes.redis_server import RedisServer, redis_server
 from tests.fakes.worker_pair import until, within
 from weir.cli.probes import free_ports
+from weir.cluster.block_ownership import OwnershipRecorder
 from weir.cluster.connection import RedisConnection
 from weir.cluster.worker_registry import WorkerDirectory
 from weir.core.errors import HopFailedError, WeirError, find_error
@@ -29,6 +30,7 @@ from weir.runtime.grpc_client import open_channel
 from weir.runtime.metrics import WorkerMetrics
 from weir.runtime.service import ServiceContext
 from weir.worker.identity import WorkerIdentity
+from weir.worker.parts import WorkerParts
 from weir.worker.process import serve_worker
 
 __all__ = ["redis_server"]
@@ -75,21 +77,26 @@ async def served(redis_server: RedisServer, model_dir: Path) -> AsyncIterator[Se
     async with (
         counting_pair() as pair,
         RedisConnection.from_url(redis_server.url) as redis,
+        OwnershipRecorder(redis, ME.worker_id, ME.incarnation) as ownership,
         WorkerDirectory(redis, probe=never_asked, ttl_s=6.0) as directory,
     ):
+        parts = WorkerParts(
+            config=config,
+            identity=ME,
+            engine=pair.decode_engine,
+            redis=redis,
+            ownership=ownership,
+            registry=registry,
+            metrics=WorkerMetrics(registry, model_name="tiny", role=ME.role, max_num_batched_tokens=16),
+        )
 
         async def run() -> None:
             await serve_worker(
                 context,
                 pair.decode,
-                config=config,
-                identity=ME,
-                engine=pair.decode_engine,
+                parts=parts,
                 transfer=pair.client,
                 transfer_address="",
-                redis=redis,
-                registry=registry,
-                metrics=WorkerMetrics(registry, model_name="tiny", role=ME.role, max_num_batched_tokens=16),
                 add_service=partial(add_DecodeServicer_to_server, DecodeServicer(pair.decode)),
                 service_name=SERVICE_NAME,
             )

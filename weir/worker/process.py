@@ -6,13 +6,11 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import grpc
-from prometheus_client import CollectorRegistry
 
 from kv_transfer.stats import TransferStats
-from weir.cluster.connection import RedisConnection
 from weir.cluster.kv_publisher import KvIndexPublisher
 from weir.cluster.worker_registry import Registration
 from weir.core.errors import HopFailedError
@@ -20,7 +18,6 @@ from weir.core.worker import WorkerInfo
 from weir.runtime.config import describe_config
 from weir.runtime.grpc_server import GrpcServer
 from weir.runtime.logs import setup_logging
-from weir.runtime.metrics import WorkerMetrics
 from weir.runtime.metrics_server import Health, start_metrics_server
 from weir.runtime.ports import check_port_free
 from weir.runtime.service import ServiceContext
@@ -28,11 +25,9 @@ from weir.runtime.tracing import setup_tracing
 from weir.worker.address import reachable_host, with_host
 from weir.worker.config import WorkerConfig
 from weir.worker.engine_metrics import WorkerMetricsMirror
-from weir.worker.identity import WorkerDescription, WorkerIdentity
+from weir.worker.identity import WorkerDescription
+from weir.worker.parts import WorkerParts
 from weir.worker.readiness import Readiness
-
-if TYPE_CHECKING:
-    from weir.engine.async_engine import AsyncEngine
 
 logger = logging.getLogger(__name__)
 
@@ -94,14 +89,9 @@ async def serve_worker(
     context: ServiceContext,
     worker: Worker,
     *,
-    config: WorkerConfig,
-    identity: WorkerIdentity,
-    engine: AsyncEngine,
+    parts: WorkerParts,
     transfer: Transfer,
     transfer_address: str,
-    redis: RedisConnection,
-    registry: CollectorRegistry,
-    metrics: WorkerMetrics,
     add_service: Callable[[grpc.aio.Server], None],
     service_name: str,
 ) -> None:
@@ -112,8 +102,9 @@ async def serve_worker(
         HopFailedError: the engine is dead. The process must end then: a worker that answers and computes nothing is
             worse than none.
     """
+    config, identity, engine, redis = parts.config, parts.identity, parts.engine, parts.redis
     host = config.advertise_address or reachable_host(config.host, config.redis_url)
-    mirror = WorkerMetricsMirror(metrics, identity.role)
+    mirror = WorkerMetricsMirror(parts.metrics, identity.role)
     readiness = Readiness(
         engine.stats,
         transfer_age_s=lambda: transfer.oldest_progress_age_s,
@@ -134,7 +125,7 @@ async def serve_worker(
 
     async with (
         GrpcServer(config.host, config.port, add_services=[add_service], service_names=[service_name]) as server,
-        start_metrics_server(registry, config.host, config.metrics_port, readiness.health) as metrics_port,
+        start_metrics_server(parts.registry, config.host, config.metrics_port, readiness.health) as metrics_port,
         KvIndexPublisher(
             redis,
             identity.worker_id,
