@@ -57,7 +57,15 @@ async def test_s12_null_is_not_given(real: RealCluster) -> None:
 
 @pytest.mark.parametrize(
     ("num_prompt", "max_tokens", "is_taken"),
-    [(8, 8184, True), (8, 8185, False), (8191, 1, True), (8192, 1, False), (8193, 1, False), (8, -1, False)],
+    [
+        (8, 8184, True),
+        (8, 8185, False),
+        (8191, 1, True),
+        (8192, 1, False),
+        (8193, 1, False),
+        (8, -1, False),
+        (8, 0, False),
+    ],
 )
 async def test_s13_prompt_and_output_may_fill_the_context_exactly(
     real: RealCluster, num_prompt: int, max_tokens: int, is_taken: bool
