@@ -33,7 +33,7 @@ test: $(STAMP)  ## run the tests, under 20 minutes on two cores; ARGS="-k name"
 	@$(BIN)/python -m pytest $(ARGS)
 
 test-full: $(STAMP)  ## run every long form as well
-	@WEIR_TEST_FULL=1 $(BIN)/python -m pytest $(ARGS)
+	@WEIR_TEST_FULL=1 $(BIN)/python -m pytest -o faulthandler_timeout=3600 $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy, both strict
 	@$(BIN)/ruff check .
