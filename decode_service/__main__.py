@@ -25,12 +25,9 @@ async def serve(context: ServiceContext) -> None:
         open_parts(config, Role.DECODE) as parts,
         TransferClient(parts.transfer_identity) as transfer,
     ):
-        importer = HandoffImporter(
-            parts.engine, transfer, parts.ownership, metrics=parts.metrics, timeout_s=config.handoff_timeout_s
-        )
         worker = DecodeWorker(
             parts.engine,
-            importer,
+            HandoffImporter(parts.engine, transfer, parts.ownership, metrics=parts.metrics),
             parts.ownership,
             incarnation=parts.identity.incarnation,
             max_waiting=config.max_queued_requests,

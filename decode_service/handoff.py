@@ -15,7 +15,6 @@ from decode_service.sink import EngineBlockSink
 from kv_transfer.blocks import BlockSink
 from kv_transfer.transfer_state import Received
 from weir.cluster.block_ownership import BlockGroup
-from weir.core.deadline import Deadline
 from weir.core.errors import TransferProtocolError, WeirError
 from weir.core.request import HandoffKey, SequenceRequest
 from weir.runtime.metrics import WorkerMetrics
@@ -29,11 +28,7 @@ if TYPE_CHECKING:
 
 
 class HandoffImporter:
-    """Fetches, verifies and activates; one engine, one transfer client.
-
-    Args:
-        timeout_s: longest time for the KV of one prompt, its computation included.
-    """
+    """Fetches, verifies and activates; one engine, one transfer client."""
 
     def __init__(
         self,
@@ -42,13 +37,11 @@ class HandoffImporter:
         ownership: OwnershipRecorder,
         *,
         metrics: WorkerMetrics,
-        timeout_s: float,
     ) -> None:
         self._engine = engine
         self._client = client
         self._ownership = ownership
         self._metrics = metrics
-        self._timeout_s = timeout_s
         self._siblings: dict[tuple[str, tuple[int, ...]], asyncio.Event] = {}
 
     async def run(
@@ -114,7 +107,7 @@ class HandoffImporter:
             adapter=request.adapter,
             skip_tokens=num_cached_tokens,
             sink_ready=sink_ready,
-            deadline=request.deadline.earlier(Deadline.after(self._timeout_s)),
+            deadline=request.deadline,
         )
         if received.seal.num_tokens != request.num_known_tokens:
             raise TransferProtocolError(

@@ -69,6 +69,11 @@ class DecodeWorker:
         """Always 0: whatever waits here, waits in the engine."""
         return 0
 
+    @property
+    def queued_tokens(self) -> int:
+        """Always 0, as `num_waiting`."""
+        return 0
+
     @asynccontextmanager
     async def session(self, gateway_id: str) -> AsyncIterator[Session]:
         """Everything of one gateway; at the end of the block all of it has ended and nothing of it is written."""

@@ -18,7 +18,7 @@ from gateway.grpc_frontend import SERVICE_NAME, InferenceServicer
 from gateway.http_server import serve_http
 from gateway.listener import open_listener
 from gateway.metrics import RequestMetrics
-from gateway.model_store import ModelStore
+from gateway.model_store import ModelStore, ServedModel
 from gateway.pipeline import GenerationPipeline
 from gateway.router import Router
 from gateway.services import GatewayServices
@@ -78,11 +78,11 @@ async def open_services(config: GatewayConfig) -> AsyncIterator[GatewayServices]
     Raises:
         ConfigError, ModelLoadError: a setting or a model directory is at fault.
     """
-    models = ModelStore.load(config.model_paths)
+    models = [ServedModel.load(path) for path in config.model_paths]
     gateway_id = config.gateway_id or f"gateway-{uuid.uuid4().hex[:12]}"
     metrics = RequestMetrics(
         CollectorRegistry(),
-        max_model_len=max(model.card.max_model_len for model in models.models),
+        max_model_len=max(model.card.max_model_len for model in models),
         legacy_aliases=config.legacy_aliases,
     )
     async with (
@@ -112,7 +112,7 @@ async def open_services(config: GatewayConfig) -> AsyncIterator[GatewayServices]
         yield GatewayServices(
             config=config,
             http=config.http_settings(),
-            models=models,
+            models=ModelStore(models, workers_limit=lambda name: clients.fleet.of_model(name).max_model_len),
             pipeline=pipeline,
             admission=admission,
             metrics=metrics,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from typing import Protocol
 
 from gateway.pipeline import GenerationPipeline
@@ -11,7 +12,7 @@ from gateway.worker_protocols import DecodeClient, PrefillClient
 from weir.cluster.request_journal import RequestRecord
 from weir.core.errors import WeirError
 from weir.core.request import RequestId
-from weir.core.worker import Role, WorkerId
+from weir.core.worker import Role
 
 logger = logging.getLogger(__name__)
 
@@ -36,26 +37,25 @@ async def abort_request(name: str, pipeline: GenerationPipeline, journal: Journa
     record = await journal.get(RequestId(name))
     if record is None or record.state.is_terminal:
         return 0
-    counts: list[int] = []
+    counts: Counter[Role] = Counter()
 
     async def abort_on(client: PrefillClient | DecodeClient) -> None:
         try:
-            counts.append(await client.abort(record.request_id))
+            counts[client.info.role] += await client.abort(record.request_id)
         except WeirError as error:
             logger.warning("a worker could not be told of an abort", extra={"error": error.message})
 
     async with asyncio.TaskGroup() as tasks:
-        for client in _clients(pipeline, (record.prefill_worker, record.decode_worker)):
+        for client in _clients(pipeline, record.model):
             tasks.create_task(abort_on(client))
-    return max(counts, default=0)
+    return max(counts.values(), default=0)
 
 
-def _clients(
-    pipeline: GenerationPipeline, worker_ids: tuple[WorkerId | None, ...]
-) -> list[PrefillClient | DecodeClient]:
+def _clients(pipeline: GenerationPipeline, model: str) -> list[PrefillClient | DecodeClient]:
+    """All workers of a model: the record names two of them, and choices may be with others."""
     clients = pipeline.clients
     return [
         clients.get_prefill(worker) if worker.role is Role.PREFILL else clients.get_decode(worker)
         for worker in clients.fleet.workers
-        if worker.worker_id in worker_ids
+        if worker.model == model
     ]

@@ -95,14 +95,15 @@ class AdmissionController:
             UnavailableError: the gateway drains.
         """
         num_permits = min(num_prompts, self._max_running)
-        with tracer().start_as_current_span("admission"):
-            await self._acquire(num_permits, priority)
-        started_s = self._clock()
-        try:
-            yield
-        finally:
-            self._mean_hold_s += HOLD_SMOOTHING * (self._clock() - started_s - self._mean_hold_s)
-            self._release(num_permits)
+        with tracer().start_as_current_span("serve"):
+            with tracer().start_as_current_span("admission"):
+                await self._acquire(num_permits, priority)
+            started_s = self._clock()
+            try:
+                yield
+            finally:
+                self._mean_hold_s += HOLD_SMOOTHING * (self._clock() - started_s - self._mean_hold_s)
+                self._release(num_permits)
 
     def refuse_new(self) -> None:
         """Start to drain: whoever is in, running or waiting, may finish; nobody else comes in."""

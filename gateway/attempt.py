@@ -81,7 +81,7 @@ class Attempt:
 
     @property
     def is_unbound(self) -> bool:
-        """Whether no decode worker renews its hold on the prefill worker yet."""
+        """Whether no decode worker looks after its hold on the prefill worker yet."""
         return not (self._is_granted or self._is_closed)
 
     @property

@@ -30,10 +30,15 @@ class GatewayConfig:
     """The gateway: OpenAI-compatible HTTP and gRPC in front of prefill and decode workers."""
 
     model_dirs: tuple[str, ...] = setting(help="prepared model directories; the first is the default model")
-    redis_url: str = setting("redis://127.0.0.1:6379/0", help="registry, request states and prefix index")
+    redis_url: str = setting(
+        "redis://127.0.0.1:6379/0",
+        help="registry, request states and prefix index; also rediss, unix, redis+sentinel, redis+cluster",
+    )
     redis_policy: RedisPolicy = setting(RedisPolicy.DEGRADE, help="new requests while Redis is away: degrade, refuse")
     gateway_id: str | None = setting(None, help="name in the cluster; none draws one")
-    registration_ttl_s: float = setting(6.0, help="the workers' setting: one silent for this long is gone", minimum=0.5)
+    registration_ttl_s: float = setting(
+        6.0, help="the workers' setting, here alike: one silent for this long is gone", minimum=0.5
+    )
 
     host: str = setting("127.0.0.1", help="address to listen on, HTTP and gRPC")
     port: int = setting(8000, help="HTTP port; 0 takes a free one", minimum=0, maximum=65535)
@@ -50,9 +55,11 @@ class GatewayConfig:
         16, help="let decode workers compute prompts of which they lack no more tokens than this", minimum=0
     )
     header_wait_s: float = setting(10.0, help="how long an answer's header waits for workers to grant", minimum=0.0)
-    redispatch_wait_s: float = setting(8.0, help="how long a stream that lost its worker waits for one", minimum=0.0)
+    redispatch_wait_s: float = setting(30.0, help="how long a stream that lost its worker waits for one", minimum=0.0)
     max_dispatches: int = setting(4, help="attempts of one choice, the first included", minimum=1)
-    lease_s: float = setting(30.0, help="the prefill workers' setting: how long KV is held", minimum=0.1)
+    lease_s: float = setting(
+        30.0, help="the prefill workers' setting, here no longer than there: how long KV is held", minimum=0.1
+    )
     max_buffered_tokens: int = setting(
         16_384, help="tokens of a prompt that may wait for a slow client; with more it is dropped", minimum=1
     )

@@ -23,6 +23,7 @@ class ModelFleet:
         decode: decode workers.
         paired_decode: those of them whose KV some prefill worker makes.
         by_id: all of them.
+        max_model_len: the longest sequence that every one of them takes, in tokens; None without a worker.
         block_sizes: the distinct block sizes among them, in order: prefix hashes are made for each.
     """
 
@@ -31,6 +32,7 @@ class ModelFleet:
     paired_decode: tuple[WorkerInfo, ...]
     by_id: Mapping[WorkerId, WorkerInfo]
     block_sizes: tuple[int, ...]
+    max_model_len: int | None
 
 
 class Fleet:
@@ -70,4 +72,5 @@ def _index(members: list[WorkerInfo]) -> ModelFleet:
         paired_decode=tuple(worker for worker in decode if worker.fingerprint in prefill),
         by_id=MappingProxyType({worker.worker_id: worker for worker in members}),
         block_sizes=tuple(sorted({worker.layout.block_size for worker in members})),
+        max_model_len=min((worker.max_model_len for worker in members), default=None),
     )

@@ -81,7 +81,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             token_ids = await encode_text(request.text, model, param="text", add_special_tokens=adds)
         else:
             raise InvalidRequestError("input: one of text and chat is needed", param="input")
-        return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=model.card.max_model_len)
+        return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=model.max_model_len)
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext

@@ -94,7 +94,7 @@ def complete_message(delta: ChoiceDelta, usage: Usage | None) -> inference_pb2.G
 
 def model_message(model: ServedModel) -> inference_pb2.Model:
     card = model.card
-    return inference_pb2.Model(id=card.name, created_s=card.created_s, max_model_len=card.max_model_len)
+    return inference_pb2.Model(id=card.name, created_s=card.created_s, max_model_len=model.max_model_len)
 
 
 def _number(value: Any) -> Any:

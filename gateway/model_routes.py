@@ -6,8 +6,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from gateway.model_store import ServedModel
 from gateway.services import services_of
-from weir.core.model_card import ModelCard
 
 router = APIRouter(prefix="/v1", tags=["models"])
 
@@ -15,16 +15,17 @@ router = APIRouter(prefix="/v1", tags=["models"])
 @router.get("/models")
 async def list_models(request: Request) -> dict[str, Any]:
     """The models served here."""
-    return {"object": "list", "data": [_model(model.card) for model in services_of(request).models.models]}
+    return {"object": "list", "data": [_model(model) for model in services_of(request).models.models]}
 
 
 @router.get("/models/{model_id:path}")
 async def get_model(request: Request, model_id: str) -> dict[str, Any]:
     """One model by name."""
-    return _model(services_of(request).models.get(model_id).card)
+    return _model(services_of(request).models.get(model_id))
 
 
-def _model(card: ModelCard) -> dict[str, Any]:
+def _model(model: ServedModel) -> dict[str, Any]:
+    card = model.card
     return {
         "id": card.name,
         "object": "model",
@@ -32,5 +33,5 @@ def _model(card: ModelCard) -> dict[str, Any]:
         "owned_by": "weir",
         "root": card.name,
         "parent": None,
-        "max_model_len": card.max_model_len,
+        "max_model_len": model.max_model_len,
     }

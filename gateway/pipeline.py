@@ -76,7 +76,7 @@ class PipelineSettings:
     """
 
     header_wait_s: float = 10.0
-    redispatch_wait_s: float = 8.0
+    redispatch_wait_s: float = 30.0
     max_dispatches: int = 4
     renew_interval_s: float = 5.0
     max_buffered_tokens: int = 16_384
@@ -308,6 +308,7 @@ class _PromptRun:
                 attempt.on_failed(error)
                 return
             self._open(attempt, worker)
+            self._report.on_moved(worker)
             return
 
     async def _redispatch(self, failed: Attempt, error: WeirError) -> Attempt:

@@ -104,7 +104,7 @@ class PrefillCall:
             self._answered.set()
         self._on_computed(result)
         self._deliver(result)
-        await self._renew_until_bound()
+        await self._renew_until_fetched()
 
     def _unbook(self) -> None:
         if self._num_booked_tokens:
@@ -120,11 +120,14 @@ class PrefillCall:
             else:
                 attempt.on_first_token(token, result)
 
-    async def _renew_until_bound(self) -> None:
-        """The lease clock starts when the prompt is computed; a decode worker that has granted renews by itself."""
-        while unbound := {attempt.key: attempt for attempt in self._attempts if attempt.is_unbound}:
+    async def _renew_until_fetched(self) -> None:
+        """The lease clock starts when the prompt is computed.
+
+        A decode worker renews what it fetches, but not the holds of choices that wait there behind another one's fetch.
+        """
+        while held := {attempt.key: attempt for attempt in self._attempts if not attempt.is_hold_over}:
             await asyncio.sleep(self._renew_interval_s)
-            keys = tuple(key for key, attempt in unbound.items() if attempt.is_unbound)
+            keys = tuple(key for key, attempt in held.items() if not attempt.is_hold_over)
             if not keys:
                 return
             try:
@@ -135,5 +138,6 @@ class PrefillCall:
                 )
                 continue
             for key in lost:
-                gone = HandoffLostError("the prefill worker no longer holds the prompt's KV", hop="transfer")
-                unbound[key].on_prefill_failed(gone)
+                if held[key].is_unbound:  # else it was fetched in this moment, or its decode worker finds out
+                    gone = HandoffLostError("the prefill worker no longer holds the prompt's KV", hop="transfer")
+                    held[key].on_prefill_failed(gone)

@@ -21,7 +21,7 @@ from gateway.router import Route
 from weir.cluster.request_journal import RequestFailure, RequestRecord, RequestState
 from weir.core.errors import RequestCancelledError, WeirError
 from weir.core.request import FinishReason
-from weir.core.worker import WorkerId
+from weir.core.worker import WorkerId, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,10 @@ class PromptReport:
         self._prefill_worker = None if route.prefill is None else route.prefill.worker_id
         self._decode_worker = route.decode.worker_id
         self._move(epoch, RequestState.QUEUED)
+
+    def on_moved(self, decode: WorkerInfo) -> None:
+        """A choice was denied, and is asked of another decode worker; told with the next step."""
+        self._decode_worker = decode.worker_id
 
     def on_milestone(self, choice: ChoiceRun, milestone: Milestone) -> None:
         """A choice has come so far."""

@@ -97,10 +97,10 @@ async def encode_text(
     Raises:
         ContextLengthError: more characters than the longest tokens could spell.
     """
-    most_chars = model.card.max_model_len * model.tokenizer.max_token_chars
+    most_chars = model.max_model_len * model.tokenizer.max_token_chars
     if len(text) > most_chars and not truncates:
         raise ContextLengthError(
-            f"{param}: {len(text)} characters are more than the {model.card.max_model_len} tokens of this model's "
+            f"{param}: {len(text)} characters are more than the {model.max_model_len} tokens of this model's "
             f"context can hold",
             param=param,
         )
@@ -151,7 +151,7 @@ def _truncate(
 ) -> tuple[int, ...]:
     """Keep the last `limit` tokens; -1 keeps what fits the context beside the asked (or one) output tokens."""
     if limit == -1:
-        limit = max(1, model.card.max_model_len - (asked_max_tokens or 1))
+        limit = max(1, model.max_model_len - (asked_max_tokens or 1))
     return token_ids if limit is None else token_ids[-limit:]
 
 
@@ -164,7 +164,7 @@ def _output_limit(asked: int | None, default: int | None, num_prompt: int, model
     """
     if not num_prompt:
         raise InvalidRequestError(f"{param}: has no tokens; at least 1 is needed", param=param)
-    context = model.card.max_model_len
+    context = model.max_model_len
     room = context - num_prompt
     wanted = asked if asked is not None else 1
     if wanted > room:

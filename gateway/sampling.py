@@ -72,12 +72,11 @@ def _checked(asked: int | None, limit: int, param: str) -> int | None:
 
 
 def _bad_words(request: GenerationRequest, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Each word as it stands at the start of a text and, where that is another token, after a space."""
+    """Each word as it stands at the start of a text and after a space."""
     found: dict[tuple[int, ...], None] = {}
     for word in request.bad_words:
-        bare = tokenizer.encode(word.lstrip(), add_special_tokens=False)
-        spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
-        for token_ids in (bare, spaced if spaced and len(spaced) == len(bare) else ()):
+        for text in (word.lstrip(), " " + word.lstrip()):
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
             if token_ids:
                 found[token_ids] = None
     return tuple(found)

@@ -46,7 +46,7 @@ async def detokenize(request: Request) -> dict[str, Any]:
 def _tokens(token_ids: Sequence[int], model: ServedModel, *, with_pieces: bool) -> dict[str, Any]:
     return {
         "count": len(token_ids),
-        "max_model_len": model.card.max_model_len,
+        "max_model_len": model.max_model_len,
         "tokens": token_ids,
         "token_strs": [model.tokenizer.token_piece(token_id) for token_id in token_ids] if with_pieces else None,
     }

@@ -134,6 +134,12 @@ class PrefillWorker:
         """Prompts that wait for held blocks to come free."""
         return self._budget.num_waiting
 
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of the prompts that wait for held blocks."""
+        waiting = (prompt for prompt in self._prompts if prompt.scope is not None and not prompt.has_share)
+        return sum(prompt.request.num_known_tokens for prompt in waiting)
+
     async def prefill(
         self, request: SequenceRequest, choices: tuple[HandoffChoice, ...], *, incarnation: Incarnation
     ) -> PrefillResult:

@@ -362,14 +362,6 @@ async def test_a_deadline_that_passes_before_the_kv_came_ends_the_stream() -> No
         await pair.assert_at_rest()
 
 
-async def test_the_kv_of_one_prompt_has_a_time_limit_of_its_own() -> None:
-    async with counting_pair(handoff_timeout_s=0.1) as pair:
-        stream = pair.gateway.open(*pair.request(PROMPT), pair.source)
-        await within(stream.ended.wait())
-        assert isinstance(stream.error, DeadlineExceededError)
-        await pair.assert_at_rest()
-
-
 async def test_choices_of_one_prompt_fetch_its_full_blocks_once() -> None:
     async with counting_pair() as pair:
         _, streams = await pair.generate(PROMPT, n=4)

@@ -173,7 +173,6 @@ class WorkerPair:
         max_held_blocks: int | None = None,
         max_waiting: int = 64,
         max_queue_s: float = 10.0,
-        handoff_timeout_s: float = 20.0,
         sender: SenderConfig | None = None,
         receiver: ReceiverConfig | None = None,
         wait_s: float = WAIT_S,
@@ -205,7 +204,6 @@ class WorkerPair:
                 self.client,
                 self.ownership,  # type: ignore[arg-type]
                 metrics=self.metrics,
-                timeout_s=handoff_timeout_s,
             ),
             self.ownership,  # type: ignore[arg-type]
             incarnation=DECODE,

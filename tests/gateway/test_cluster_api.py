@@ -18,7 +18,7 @@ from gateway.error_responses import install_error_handlers
 from gateway.services import GatewayServices
 from tests.fakes.decode_client import FakeDecodeClient
 from tests.fakes.prefill_client import FakePrefillClient
-from tests.fakes.worker_clients import FakeWorkerClients, worker_info
+from tests.fakes.worker_clients import MODEL, FakeWorkerClients, worker_info
 from weir.cluster.block_ownership import BlockGroup, Holding, HoldingKind
 from weir.cluster.request_journal import RequestFailure, RequestRecord, RequestState
 from weir.core.deadline import Deadline
@@ -109,11 +109,9 @@ def record(state: RequestState = RequestState.FAILED, **fields: Any) -> RequestR
         request_id=RequestId("r1"),
         owner="g",
         state=state,
-        prefill_worker=WorkerId("p0"),
-        decode_worker=WorkerId("d0"),
         finish_reasons=(FinishReason.STOP,),
         failure=RequestFailure(hop="decode", code="worker_lost", message="gone"),
-        **fields,
+        **{"prefill_worker": WorkerId("p0"), "decode_worker": WorkerId("d0")} | fields,
     )
 
 
@@ -191,9 +189,9 @@ async def test_an_abort_here_asks_nobody_else(house: House) -> None:
 
 
 async def test_an_abort_reaches_a_request_of_another_gateway_through_its_workers(house: House) -> None:
-    house.cluster.records["r1"] = record(RequestState.DECODING)
+    house.cluster.records["r1"] = record(RequestState.DECODING, model=MODEL, decode_worker=None)
     await abort_request("r1", house.pipeline, house.cluster)
-    assert house.decode.aborted == house.prefill.aborted == ["r1"]
+    assert house.decode.aborted == house.prefill.aborted == ["r1"], "also where the record does not say that it is"
 
 
 async def test_an_abort_of_what_is_over_or_unknown_ends_nothing(house: House) -> None:

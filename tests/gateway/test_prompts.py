@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gateway.http_settings import HttpSettings
-from gateway.model_store import ServedModel
+from gateway.model_store import ModelStore, ServedModel
 from gateway.openai_api import ChatCompletionRequest, CompletionRequest
 from gateway.prompts import prepare_chat, prepare_completion
 from gateway.request_body import check_fields
@@ -56,6 +56,16 @@ async def test_the_default_limit_is_16_within_the_context_and_a_chat_may_fill_it
     assert (await prepared(model, prompt=[60] * 250))[0].max_tokens == 6
     chat = await prepared_chat(model)
     assert chat.max_tokens == 256 - len(chat.token_ids)
+
+
+async def test_workers_that_take_less_than_the_model_limit_the_context(model):
+    store = ModelStore([model], workers_limit={model.card.name: 100}.get)
+    limited = store.get(None)
+    assert (await prepared_chat(limited)).max_tokens == 100 - len((await prepared_chat(limited)).token_ids)
+    with pytest.raises(ContextLengthError, match="context is 100 tokens"):
+        await prepared(limited, prompt=[60] * 100)
+    assert [each.max_model_len for each in store.models] == [100]
+    assert ModelStore([model], workers_limit=lambda name: None).get(None).max_model_len == 256
 
 
 @pytest.mark.parametrize(("prompt", "param"), [("", "prompt"), ([""], "prompt"), (["a", ""], r"prompt\[1\]")])
@@ -178,8 +188,8 @@ def test_chat_log_probabilities_have_their_own_switch(model):
 
 def test_bad_words_are_banned_at_the_start_and_after_a_space(model):
     encode = model.tokenizer.encode
-    assert sampled(model, bad_words=["there"]).bad_words_token_ids == (encode("there"),)
-    assert set(sampled(model, bad_words=["9"]).bad_words_token_ids) == {encode("9"), encode(" 9")}
+    for word in ("there", "9"):
+        assert set(sampled(model, bad_words=[word]).bad_words_token_ids) == {encode(word), encode(" " + word)}
 
 
 def test_min_tokens_must_fit_the_default_limit_too(model):

@@ -203,6 +203,7 @@ class ServedCluster:
 
     def _gateway(self, options: dict[str, object]) -> ServedProcess:
         port, grpc_port = free_ports(2)
+        self.grpc_address = f"{LOOPBACK}:{grpc_port}"
         flags = {
             "model-dirs": self._model_dir,
             "redis-url": self.redis.url,

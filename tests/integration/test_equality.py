@@ -30,7 +30,6 @@ TIMEOUT_S = 900.0
 PATIENT = {
     "lease_s": TIMEOUT_S,
     "max_queue_s": TIMEOUT_S,
-    "handoff_timeout_s": TIMEOUT_S,
     "wait_s": TIMEOUT_S,
 }
 """Time is not what is tested here."""

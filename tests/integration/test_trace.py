@@ -12,6 +12,7 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
 
+from protos import inference_pb2, inference_pb2_grpc
 from tests.integration.engines import prompt_of
 from tests.integration.http_streams import complete
 from tests.integration.served_cluster import ServedCluster
@@ -48,19 +49,31 @@ def collecting() -> Iterator[tuple[Collector, str]]:
         server.stop(None)
 
 
+def generate(cluster: ServedCluster, token_ids: tuple[int, ...]) -> None:
+    """The same over gRPC."""
+    with grpc.insecure_channel(cluster.grpc_address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+        prompt = inference_pb2.TokenIds(ids=token_ids)
+        sampling = inference_pb2.SamplingParams(max_tokens=4)
+        list(stub.Generate(inference_pb2.GenerateRequest(token_ids=prompt, sampling=sampling)))
+
+
 def test_request_admission_prefill_handoff_and_decode_are_one_trace(tiny_model_dir: Path, tmp_path: Path) -> None:
     with collecting() as (collector, endpoint):
         traced: dict[str, object] = {"otlp-endpoint": endpoint}
         small: dict[str, object] = {"num-blocks": 256, "max-model-len": 1024}
         with ServedCluster(tiny_model_dir, tmp_path, options=traced | small, gateway=traced) as cluster:
             complete(cluster.url, prompt=prompt_of(100), max_tokens=4)
+            generate(cluster, prompt_of(100, seed=1))
             cluster.wait_at_rest()
             for process in cluster.processes:
                 process.signal(signal.SIGTERM)
             for process in cluster.processes:
                 assert process.wait(30.0) == 0, process.log
-    root = next(span for _, span in collector.spans if span.name == "request")
-    of_request = {span.name: service for service, span in collector.spans if span.trace_id == root.trace_id}
-    assert of_request.keys() >= {"request", "admission", "prefill", "handoff", "decode"}
-    assert len({of_request["request"], of_request["prefill"], of_request["decode"]}) == 3, "three processes"
-    assert of_request["handoff"] == of_request["decode"]
+    traces = {span.trace_id for _, span in collector.spans if span.name == "request"}
+    assert len(traces) == 2
+    for trace_id in traces:
+        of_request = {span.name: service for service, span in collector.spans if span.trace_id == trace_id}
+        assert of_request.keys() >= {"serve", "admission", "request", "prefill", "handoff", "decode"}
+        assert len({of_request["request"], of_request["prefill"], of_request["decode"]}) == 3, "three processes"
+        assert of_request["handoff"] == of_request["decode"]

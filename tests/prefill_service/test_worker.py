@@ -222,9 +222,11 @@ async def test_a_prompt_waits_until_enough_held_blocks_are_free() -> None:
         second, second_key = pair.request(OTHER_PROMPT)
         task = pair.group.create_task(pair.start_prefill(second, second_key))
         await until(lambda: pair.prefill.num_waiting == 1)
+        assert pair.prefill.queued_tokens == len(OTHER_PROMPT)
         assert pair.prefill.release([first_key]) == 1
         await within(task)
         assert (pair.prefill.num_waiting, pair.prefill.num_held_blocks) == (0, NUM_BLOCKS)
+        assert pair.prefill.queued_tokens == 0
         pair.prefill.release([second_key])
         await pair.assert_at_rest()
 

@@ -18,7 +18,6 @@ usage: weir COMMAND [OPTIONS]
 weir COMMAND --help says more; weir --version prints the version.
 """
 
-EXIT_FAILED = 1
 EXIT_USAGE = 2
 
 
@@ -45,7 +44,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"up": _up, "chat": _chat,
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code: 2 for what the user can put right, 1 for what failed."""
+    """Run one command; returns its exit code: 2 for whatever one line can say."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else "--help"
     if name in ("--version", "-V"):

@@ -32,7 +32,7 @@ class ChatConfig:
     url: str = setting("http://127.0.0.1:8000", help="the gateway")
     api_key: str | None = setting(None, help="key of the gateway, where it asks for one", secret=True)
     system: str | None = setting(None, help="instruction before the first message")
-    model: str | None = setting(None, help="which model; none takes the gateway's first")
+    model_name: str | None = setting(None, help="which of the models served; none takes the gateway's first")
     max_tokens: int = setting(512, help="longest answer, in tokens", minimum=1)
     temperature: float = setting(0.7, help="0 always takes the likeliest token", minimum=0)
 
@@ -75,8 +75,8 @@ class Conversation:
             "max_tokens": self.config.max_tokens,
             "temperature": self.config.temperature,
         }
-        if self.config.model:
-            body["model"] = self.config.model
+        if self.config.model_name:
+            body["model"] = self.config.model_name
         try:
             with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:

@@ -250,7 +250,9 @@ class WorkerMetrics:
             "weir_prefill_queued_tokens", "Uncached prompt tokens not computed yet."
         ).labels()
         self.decode_free_blocks = gauges.gauge("weir_decode_free_blocks", "Blocks that a claim could take.").labels()
-        self.stale_frames = counts.counter("weir_stale_frames", "Frames dropped for a stale epoch.").labels()
+        self.stale_frames = counts.counter(
+            "weir_stale_frames", "Frames dropped for a stale epoch or an ended hand-off."
+        ).labels()
         self.redis_up = _redis_up(registry)
 
 

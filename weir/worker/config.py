@@ -20,35 +20,55 @@ class WorkerConfig:
     """One worker process: its model, its engine, its place in the cluster."""
 
     model_dir: Path = setting(help="prepared model directory")
-    redis_url: str = setting("redis://127.0.0.1:6379/0", help="registry, request states and prefix index")
+    redis_url: str = setting(
+        "redis://127.0.0.1:6379/0",
+        help="registry, request states and prefix index; also rediss, unix, redis+sentinel, redis+cluster",
+    )
     worker_id: str | None = setting(None, help="name in the cluster; none draws one")
 
-    host: str = setting("127.0.0.1", help="address to listen on, gRPC and KV transfer")
+    host: str = setting("127.0.0.1", help="address to listen on: gRPC, metrics, KV transfer")
     port: int = setting(0, help="gRPC port; 0 takes a free one", minimum=0, maximum=65535)
     advertise_address: str | None = setting(
         None, help="address that others reach this worker at; none takes the host, or the interface that reaches Redis"
     )
-    metrics_port: int = setting(0, help="HTTP port of /metrics, /health and /ready", minimum=0, maximum=65535)
-    transfer_secret: str = setting("", help="shared by all workers; proves a peer of the KV transfer", secret=True)
+    metrics_port: int = setting(
+        0,
+        help="HTTP port of /metrics, /health and /ready; 0 takes a free one, which the log names",
+        minimum=0,
+        maximum=65535,
+    )
+    transfer_secret: str = setting(
+        "",
+        help="shared by all workers; proves a peer of the KV transfer. Without one anybody may ask for KV",
+        secret=True,
+    )
 
     dtype: str = setting("auto", help="weights and activations", choices=DTYPES)
     kv_cache_dtype: str = setting("auto", help="keys and values in the cache", choices=DTYPES)
     device: str = setting("auto", help="where the model runs", choices=DEVICES)
     block_size: int = setting(16, help="tokens in a KV block", minimum=1, maximum=4096)
     num_blocks: int | None = setting(None, help="KV blocks in the pool; wins over the memory settings", minimum=1)
-    kv_cache_memory_bytes: int | None = setting(None, help="memory of the KV pool", minimum=1)
+    kv_cache_memory_bytes: int | None = setting(
+        None,
+        help="memory of the KV pool; none takes 1 GiB or one longest sequence on a CPU, gpu_memory_utilization on a GPU",
+        minimum=1,
+    )
     gpu_memory_utilization: float = setting(0.9, help="share of the GPU's memory to use", minimum=0.05, maximum=1.0)
     max_num_seqs: int = setting(64, help="most sequences in one step", minimum=1)
     max_num_batched_tokens: int | None = setting(
-        None, help="most tokens in one step, the size of a prefill chunk; none takes the device's", minimum=1
+        None,
+        help="most tokens in one step, the size of a prefill chunk; none takes 256 on a CPU, 8192 on a GPU",
+        minimum=1,
     )
     max_model_len: int | None = setting(None, help="longest sequence; none takes the model's own", minimum=1)
     enable_prefix_caching: bool = setting(True, help="keep finished blocks and reuse them")
-    num_threads: int | None = setting(None, help="compute threads; none takes the usable cores", minimum=1)
-    tensor_parallel_size: int = setting(1, help="GPUs of one worker", minimum=1)
+    num_threads: int | None = setting(None, help="compute threads; none leaves the number to torch", minimum=1)
+    tensor_parallel_size: int = setting(1, help="GPUs of one worker; only 1 is supported", minimum=1)
 
     max_queued_requests: int = setting(512, help="requests that may wait here; more are refused", minimum=1)
-    registration_ttl_s: float = setting(6.0, help="a worker silent for this long is gone", minimum=0.5)
+    registration_ttl_s: float = setting(
+        6.0, help="a worker silent for this long is gone; set it alike everywhere", minimum=0.5
+    )
     drain_s: float = setting(30.0, help="how long running work may go on after SIGTERM", minimum=0.0)
     nice: int = setting(0, help="scheduling niceness added at start", minimum=0, maximum=19)
 

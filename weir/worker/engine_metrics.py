@@ -31,23 +31,27 @@ class WorkerMetricsMirror:
         iteration_tokens: Iterable[int],
         num_handoffs_in_flight: int,
         is_redis_up: bool,
+        num_waiting: int = 0,
+        queued_tokens: int = 0,
     ) -> None:
         """One look at everything; costs some microseconds.
 
         Args:
             iteration_tokens: how many tokens each step computed since the last refresh.
+            num_waiting, queued_tokens: of requests that wait before the engine.
         """
         metrics = self._metrics
         for num_tokens in iteration_tokens:
             metrics.iteration_tokens_total.observe(num_tokens)
         metrics.num_requests_running.set(engine.num_running)
-        metrics.num_requests_waiting.set(engine.num_waiting)
-        deferred, capacity = engine.num_deferred, engine.num_waiting - engine.num_deferred
+        num_waiting += engine.num_waiting
+        metrics.num_requests_waiting.set(num_waiting)
+        deferred, capacity = engine.num_deferred, num_waiting - engine.num_deferred
         metrics.num_requests_waiting_by_reason.labels(reason="deferred").set(deferred)
         metrics.num_requests_waiting_by_reason.labels(reason="capacity").set(capacity)
         metrics.kv_cache_usage_perc.set(engine.kv_usage)
         metrics.held_blocks.set(engine.held_blocks)
-        metrics.prefill_queued_tokens.set(engine.queued_tokens)
+        metrics.prefill_queued_tokens.set(engine.queued_tokens + queued_tokens)
         metrics.decode_free_blocks.set(engine.free_blocks)
         metrics.handoffs_in_flight.set(num_handoffs_in_flight)
         metrics.redis_up.set(is_redis_up)

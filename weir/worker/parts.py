@@ -66,6 +66,20 @@ async def open_parts(config: WorkerConfig, role: Role) -> AsyncIterator[WorkerPa
         RedisConnection.from_url(config.redis_url) as redis,
         OwnershipRecorder(redis, identity.worker_id, identity.incarnation) as ownership,
     ):
+        metrics = WorkerMetrics(
+            registry,
+            model_name=engine.card.name,
+            role=role,
+            max_num_batched_tokens=engine_config.token_budget(),
+            legacy_aliases=config.legacy_aliases,
+        )
+        metrics.cache_config_info.labels(
+            block_size=str(engine.layout.block_size),
+            cache_dtype=engine.layout.kv_dtype,
+            num_gpu_blocks=str(engine.num_blocks),
+            gpu_memory_utilization=str(config.gpu_memory_utilization),
+            enable_prefix_caching=str(config.enable_prefix_caching),
+        ).set(1)
         yield WorkerParts(
             config=config,
             identity=identity,
@@ -73,11 +87,5 @@ async def open_parts(config: WorkerConfig, role: Role) -> AsyncIterator[WorkerPa
             redis=redis,
             ownership=ownership,
             registry=registry,
-            metrics=WorkerMetrics(
-                registry,
-                model_name=engine.card.name,
-                role=role,
-                max_num_batched_tokens=engine_config.token_budget(),
-                legacy_aliases=config.legacy_aliases,
-            ),
+            metrics=metrics,
         )

@@ -45,6 +45,11 @@ class Worker(Protocol):
         """Requests that wait before the engine."""
         ...
 
+    @property
+    def queued_tokens(self) -> int:
+        """Their prompts' tokens."""
+        ...
+
     def refuse_new(self) -> None:
         """Start to drain."""
         ...
@@ -118,10 +123,17 @@ async def serve_worker(
             iteration_tokens=engine.take_iteration_tokens(),
             num_handoffs_in_flight=transfer.num_in_flight,
             is_redis_up=redis.is_up,
+            num_waiting=worker.num_waiting,
+            queued_tokens=worker.queued_tokens,
         )
 
     def info() -> WorkerInfo:
-        return description.info(engine.stats(), is_draining=worker.is_draining, num_waiting=worker.num_waiting)
+        return description.info(
+            engine.stats(),
+            is_draining=worker.is_draining,
+            num_waiting=worker.num_waiting,
+            queued_tokens=worker.queued_tokens,
+        )
 
     async with (
         GrpcServer(config.host, config.port, add_services=[add_service], service_names=[service_name]) as server,
