@@ -36,6 +36,8 @@ async def test_it_serves_heals_and_drains() -> None:
         async with weir_up(*OPTIONS, home=Path(folder) / "home", model=model_dir) as running:
             await running.until("weir: ready after")
             async with httpx.AsyncClient(base_url=running.url, timeout=60) as client:
+                (served,) = (await client.get("/v1/models")).json()["data"]
+                assert served["max_model_len"] == 512, "the workers' limit, not the model's"
                 before = await _complete(client)
                 running.kill("prefill_service")
                 assert "SIGKILL; starts again" in await running.until("prefill-1 was ended")

@@ -71,3 +71,8 @@ async def test_s11_a_prompt_of_1500_tokens_answers_alike_three_times(real: RealC
     answers = [await real.completion(prompt, **body) for _ in range(3)]
     assert len({tuple(answer["choices"][0]["token_ids"]) for answer in answers}) == 1
     assert [num_cached(answer) for answer in answers] == [0, 1488, 1488]
+
+
+async def test_workers_tell_boards_how_their_cache_is_configured(real: RealCluster) -> None:
+    for worker in real.workers.values():
+        assert worker.metrics()["vllm:cache_config_info"] == 1
