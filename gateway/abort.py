@@ -10,7 +10,7 @@ from typing import Protocol
 from gateway.pipeline import GenerationPipeline
 from gateway.worker_protocols import DecodeClient, PrefillClient
 from weir.cluster.request_journal import RequestRecord
-from weir.core.errors import WeirError
+from weir.core.errors import InvalidRequestError, WeirError
 from weir.core.request import RequestId
 from weir.core.worker import Role
 
@@ -29,8 +29,11 @@ async def abort_request(name: str, pipeline: GenerationPipeline, journal: Journa
     Returns how many prompts (here) or sequences (elsewhere) were ended; 0 for one that is over or unknown.
 
     Raises:
+        InvalidRequestError: it names nothing.
         UnavailableError: it does not run here, and Redis, which knows where it does, is away.
     """
+    if not name:
+        raise InvalidRequestError("request_id: must not be empty", param="request_id")
     num_here = pipeline.abort(name)
     if num_here:
         return num_here

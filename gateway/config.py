@@ -71,6 +71,7 @@ class GatewayConfig:
     stall_timeout_s: float = setting(60.0, help="a client that takes no bytes for so long is dropped", minimum=0.1)
     max_logprobs: int = setting(20, help="most alternatives at one position", minimum=0)
     max_prompts: int = setting(256, help="most prompts in one completion request", minimum=1)
+    max_choices: int = setting(256, help="most choices in one request: prompts times n", minimum=1)
     trust_request_chat_template: bool = setting(False, help="take chat templates, which are programs, from requests")
     drain_s: float = setting(30.0, help="how long running requests may go on after SIGTERM", minimum=0.0)
 
@@ -105,6 +106,7 @@ class GatewayConfig:
             stall_timeout_s=self.stall_timeout_s,
             max_logprobs=self.max_logprobs,
             max_prompts=self.max_prompts,
+            max_choices=self.max_choices,
             trust_request_chat_template=self.trust_request_chat_template,
         )
 

@@ -88,6 +88,19 @@ def error_response(error: WeirError) -> Response:
     return _json_response(error_object(error), status_of(error), headers)
 
 
+def refusal_of_status(
+    status: HTTPStatus, message: str, *, headers: Mapping[str, str] | None = None, closes: bool = False
+) -> Response:
+    """What HTTP itself refuses; the code is the name of the status.
+
+    Args:
+        closes: the connection can't be used any more.
+    """
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    own = {"connection": "close"} if closes else {}
+    return _json_response(_shape(message, kind=kind, code=status.name.lower()), status, {**(headers or {}), **own})
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Give every error that a route or the router raises the same shape."""
     app.add_exception_handler(WeirError, _on_weir_error)
@@ -112,8 +125,7 @@ async def _on_http_exception(request: Request, exc: Exception) -> Response:
     elif status is HTTPStatus.METHOD_NOT_ALLOWED:
         body = _shape(f"{where}: method not allowed", kind="invalid_request_error", code="method_not_allowed")
     else:
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        body = _shape(str(exc.detail), kind=kind, code=status.name.lower())
+        return refusal_of_status(status, str(exc.detail), headers=exc.headers)
     return _json_response(body, status, exc.headers or {})
 
 

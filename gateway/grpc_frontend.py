@@ -96,7 +96,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.GetServerInfoResponse:
         self._authenticate(context)
-        roles = [worker.role for worker in self._services.directory.workers()]
+        roles = [worker.role for worker in self._services.pipeline.clients.fleet.workers]
         return inference_pb2.GetServerInfoResponse(
             version=__version__,
             gateway_id=self._services.pipeline.gateway_id,

@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager, contextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
+from gateway.http_protocol import BoundedHttpProtocol
+
 CLOSE_TIMEOUT_S = 2
 """How long what still runs at the end may take to leave; requests were drained before."""
 
@@ -31,7 +33,7 @@ async def serve_http(app: ASGIApp, listener: socket.socket, *, keep_alive_s: int
     server = _Server(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=BoundedHttpProtocol,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -19,6 +19,7 @@ class HttpSettings:
         stall_timeout_s: a client so slow that a write waits so long for it is dropped.
         max_logprobs: most alternatives a client may ask for at one position.
         max_prompts: most prompts in one completion request.
+        max_choices: most choices in one request, prompts times n.
         trust_request_chat_template: whether a request may bring its own chat template, which is a program.
     """
 
@@ -31,4 +32,5 @@ class HttpSettings:
     stall_timeout_s: float = 60.0
     max_logprobs: int = 20
     max_prompts: int = 256
+    max_choices: int = 256
     trust_request_chat_template: bool = False

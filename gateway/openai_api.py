@@ -78,7 +78,7 @@ class GenerationRequest(ModelRequest):
     min_tokens: int = Field(0, ge=0)
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1)
+    top_k: int = Field(0, ge=-1, le=2**31 - 1)
     min_p: float = Field(0.0, ge=0, le=1)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     presence_penalty: float = Field(0.0, ge=-2, le=2)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter, Request
 from prometheus_client.exposition import choose_encoder
 from starlette.responses import JSONResponse, Response
 
 from gateway.services import GatewayServices, services_of
 from weir import __version__
-from weir.core.worker import Role, WorkerState
+from weir.core.worker import Role
 
 router = APIRouter(tags=["operation"])
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health() -> dict[str, str]:
     """The process lives; the only route that needs no key."""
@@ -44,10 +43,15 @@ async def metrics(request: Request) -> Response:
     return Response(encode(services_of(request).metrics.registry), headers={"content-type": content_type})
 
 
-def _ready_workers(services: GatewayServices) -> dict[str, dict[str, Any]]:
-    """How many workers of each role take requests, by model."""
-    counts = {model.card.name: {role.value: 0 for role in Role} for model in services.models.models}
-    for worker in services.directory.workers():
-        if worker.model in counts and worker.state is WorkerState.READY:
-            counts[worker.model][worker.role.value] += 1
+def _ready_workers(services: GatewayServices) -> dict[str, dict[str, int]]:
+    """How many workers of each role this gateway would give a request, by model."""
+    fleet = services.pipeline.clients.fleet
+    counts: dict[str, dict[str, int]] = {}
+    for model in services.models.models:
+        members = fleet.of_model(model.card.name)
+        num_decode = len(members.decode)
+        counts[model.card.name] = {
+            Role.PREFILL.value: len(members.by_id) - num_decode,
+            Role.DECODE.value: num_decode,
+        }
     return counts

@@ -43,6 +43,13 @@ async def prepare_completion(
         raise InvalidRequestError(
             f"prompt: {len(request.prompt)} prompts in one request, the limit is {settings.max_prompts}", param="prompt"
         )
+    num_choices = len(request.prompt) * request.n
+    if num_choices > settings.max_choices:
+        raise InvalidRequestError(
+            f"n: {len(request.prompt)} prompts with n {request.n} are {num_choices} choices in one request, the limit "
+            f"is {settings.max_choices}",
+            param="n",
+        )
     prepared: list[PreparedPrompt] = []
     for index, prompt in enumerate(request.prompt):
         param = f"prompt[{index}]" if len(request.prompt) > 1 else "prompt"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -119,3 +121,35 @@ def test_no_gateway_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[st
     err = capsys.readouterr().err
     assert err.startswith("weir chat: no gateway answers at http://127.0.0.1:9")
     assert err.count("\n") == 1
+
+
+def test_a_refused_question_of_a_pipe_is_told_by_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("One?\n"))
+    assert main(["chat", "--url", "http://127.0.0.1:9"]) == 2
+
+
+def test_bytes_of_a_pipe_that_are_no_text_are_replaced(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway.say("Yes.")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff?\n"), errors="surrogateescape"))
+    assert main(["chat", "--url", gateway.url]) == 0
+    assert _contents(gateway.bodies[0]) == ["\ufffd?"]
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "localhost:8000", "ftp://a", "http://"])
+def test_what_is_no_url_is_refused_by_name(capsys: pytest.CaptureFixture[str], url: str) -> None:
+    assert main(["chat", "--url", url, "Hello?"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"weir chat: url: {url!r} is")
+    assert err.count("\n") == 1
+
+
+def test_a_reader_that_has_gone_ends_it_quietly(gateway: Gateway) -> None:
+    gateway.say(*["words "] * 20_000)
+    command = [sys.executable, "-m", "weir.cli", "chat", "--url", gateway.url, "Talk."]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(5) == b"words"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141

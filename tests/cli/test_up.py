@@ -14,7 +14,10 @@ import pytest
 from tests.cli.weir_up import weir_up
 from tests.fakes.tiny_model import write_tiny_model
 from weir.cli.__main__ import main
+from weir.cli.preparation import PreparedModel
 from weir.cli.probes import free_ports
+from weir.cli.up import _ready_lines
+from weir.cli.up_config import UpConfig
 
 OPTIONS = ("--kv-cache-memory-bytes", "8MiB", "--max-model-len", "512")
 
@@ -73,3 +76,33 @@ def test_a_missing_model_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixtu
 def test_a_wrong_option_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["up", "--decode", "0"]) == 2
     assert capsys.readouterr().err == "weir up: decode: '0' is below the minimum of 1 (from --decode)\n"
+
+
+def test_a_redis_that_does_not_answer_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    port, grpc_port = free_ports(2)
+    ports = ["--port", str(port), "--grpc-port", str(grpc_port)]
+    for url, place in (("redis://u:p@127.0.0.1:1/0", "127.0.0.1:1"), ("unix:///nowhere.sock", "/nowhere.sock")):
+        assert main(["up", *ports, "--redis", url]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"weir up: redis: nobody answers at {place}: ")
+        assert err.count("\n") == 1
+
+
+def test_one_port_for_two_servers_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--port", "8123", "--grpc-port", "8123"]) == 2
+    assert capsys.readouterr().err == "weir up: grpc_port: 8123 is the port of HTTP already\n"
+
+
+def test_an_empty_list_of_keys_is_not_taken_for_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--api-keys", ""]) == 2
+    assert capsys.readouterr().err == "weir up: api_keys: --api-keys is empty; nothing is written `none`\n"
+
+
+def test_the_last_words_name_the_port_and_the_key() -> None:
+    model = PreparedModel(name="tiny", model_dir=Path("/m"))
+    plain = "\n".join(_ready_lines(UpConfig(), model, 1.0))
+    assert "`weir chat` talks" in plain
+    assert "KEY" not in plain
+    locked = "\n".join(_ready_lines(UpConfig(port=9000, api_keys=("k",)), model, 1.0))
+    assert "-H 'Authorization: Bearer KEY'" in locked
+    assert "`weir chat --url http://127.0.0.1:9000 --api-key KEY` talks" in locked

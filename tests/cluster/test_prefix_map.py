@@ -97,7 +97,7 @@ def match_cost_s(num_workers: int, num_matching: int) -> float:
 
 
 def test_cost_of_a_match_is_flat_from_1_to_1000_workers() -> None:
-    """W7: with one worker that matches, a thousand more that do not change nothing but the width of the integers."""
+    """With one worker that matches, a thousand more that do not change nothing but the width of the integers."""
     assert match_cost_s(1_000, 1) < 4 * match_cost_s(1, 1)
 
 

@@ -38,7 +38,7 @@ def logits(model_dir: Path) -> torch.Tensor:
 @pytest.mark.parametrize("quantization", ["F32", "F16", "BF16"])
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_a_float_gguf_computes_what_its_safetensors_twin_does(
+def test_s41_s42_a_float_gguf_computes_what_its_safetensors_twin_does(
     tmp_path: Path, family: str, is_tied: bool, quantization: str
 ) -> None:
     write_tiny_gguf(tmp_path / "tiny.gguf", family, quantization=quantization, tie_word_embeddings=is_tied)

@@ -1,4 +1,4 @@
-"""W7: what one step and one allocation cost does not grow with the pool or with the number of waiting sequences.
+"""What one step and one allocation cost does not grow with the pool or with the number of waiting sequences.
 
 Cost is the number of Python lines executed, which no neighbour on the machine can change.
 """

@@ -66,7 +66,7 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", BREAKAGES)
-def test_a_broken_directory_is_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_s43_a_broken_directory_is_refused_by_name(tmp_path: Path, name: str) -> None:
     break_it, named = BREAKAGES[name]
     source = write_tiny_model(tmp_path / "hub", num_shards=3)
     break_it(source)

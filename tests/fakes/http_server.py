@@ -22,17 +22,6 @@ from gateway.metrics import RequestMetrics
 from gateway.model_store import ModelStore
 from gateway.services import GatewayServices
 from tests.fakes.pipeline import FakePipeline
-from weir.core.worker import WorkerInfo
-
-
-@dataclass
-class FakeDirectory:
-    """The workers a test wrote down."""
-
-    found: tuple[WorkerInfo, ...] = ()
-
-    def workers(self) -> tuple[WorkerInfo, ...]:
-        return self.found
 
 
 @dataclass
@@ -42,7 +31,6 @@ class Gateway:
     port: int
     pipeline: FakePipeline
     admission: AdmissionController
-    directory: FakeDirectory
     client: httpx.AsyncClient = field(repr=False)
 
     @property
@@ -79,7 +67,6 @@ def make_services(
     http: HttpSettings | None = None,
     max_running: int = 1000,
     max_waiting: int = 1000,
-    directory: FakeDirectory | None = None,
 ) -> GatewayServices:
     """Services around a fake pipeline; those that no route of the HTTP interface uses are absent."""
     absent: Any = None
@@ -90,7 +77,7 @@ def make_services(
         pipeline=pipeline,
         admission=AdmissionController(max_running=max_running, max_waiting=max_waiting, max_wait_s=10.0),
         metrics=RequestMetrics(CollectorRegistry(), max_model_len=256),
-        directory=directory or FakeDirectory(),
+        directory=absent,
         journal=absent,
         ownership=absent,
     )
@@ -106,16 +93,13 @@ async def running_gateway(
     max_waiting: int = 1000,
 ) -> AsyncIterator[Gateway]:
     """A gateway on a free port of the loopback."""
-    directory = FakeDirectory()
-    services = make_services(
-        pipeline, models, http=http, max_running=max_running, max_waiting=max_waiting, directory=directory
-    )
+    services = make_services(pipeline, models, http=http, max_running=max_running, max_waiting=max_waiting)
     app = create_app(services)
     async with (
         running_app(app, http or HttpSettings()) as port,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client,
     ):
-        yield Gateway(port=port, pipeline=pipeline, admission=services.admission, directory=directory, client=client)
+        yield Gateway(port=port, pipeline=pipeline, admission=services.admission, client=client)
 
 
 @asynccontextmanager

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from gateway.generation_stream import ChoiceNews
 from gateway.prompt_request import PromptRequest
+from tests.fakes.worker_clients import FakeWorkerClients
 from weir.core.errors import WeirError
 from weir.core.request import FinishReason, TokenDelta, TokenLogprobs
 
@@ -29,6 +30,7 @@ class FakePipeline:
 
     def __init__(self, script: Callable[[PromptRequest], Sequence[Step]]) -> None:
         self.script = script
+        self.clients = FakeWorkerClients()
         self.prompts: list[PromptRequest] = []
         self.num_inside = 0
         self.finished_choices: list[tuple[str, int]] = []

@@ -70,17 +70,23 @@ def worker_info(
 
 
 class FakeWorkerClients:
-    """The workers that can be reached, as `gateway.worker_protocols.WorkerClients` tells of them."""
+    """The workers that can be reached, as `gateway.worker_protocols.WorkerClients` tells of them.
+
+    Attributes:
+        workers: those that are only heard of.
+    """
 
     def __init__(self, *, prefill: Sequence[FakePrefillClient] = (), decode: Sequence[FakeDecodeClient] = ()) -> None:
         self.prefill = list(prefill)
         self.decode = list(decode)
+        self.workers: tuple[WorkerInfo, ...] = ()
         self._changed = asyncio.Event()
         self._waiters = asyncio.Event()
 
     @property
     def fleet(self) -> Fleet:
-        return Fleet([client.info for client in (*self.prefill, *(each for each in self.decode if each.is_connected))])
+        connected = (*self.prefill, *(each for each in self.decode if each.is_connected))
+        return Fleet([*self.workers, *(client.info for client in connected)])
 
     def get_prefill(self, worker: WorkerInfo) -> FakePrefillClient:
         for client in self.prefill:

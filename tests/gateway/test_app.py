@@ -182,7 +182,7 @@ async def test_health_is_about_the_process_and_ready_about_its_workers(pipeline,
             ((worker(Role.DECODE),), 200),
             ((worker(Role.DECODE), worker(Role.PREFILL)), 200),
         ):
-            gateway.directory.found = workers
+            pipeline.clients.workers = workers
             assert (await gateway.client.get("/ready")).status_code == status, workers
             assert (await gateway.client.get("/health")).status_code == 200
         assert (await gateway.client.get("/ready")).json()["models"] == {"tiny": {"prefill": 1, "decode": 1}}

@@ -22,7 +22,7 @@ from tests.fakes.worker_clients import MODEL, FakeWorkerClients, worker_info
 from weir.cluster.block_ownership import BlockGroup, Holding, HoldingKind
 from weir.cluster.request_journal import RequestFailure, RequestRecord, RequestState
 from weir.core.deadline import Deadline
-from weir.core.errors import UnavailableError, WorkerLostError
+from weir.core.errors import InvalidRequestError, UnavailableError, WorkerLostError
 from weir.core.request import FinishReason, HandoffId, HandoffKey, RequestId
 from weir.core.worker import Incarnation, Role, WorkerId, WorkerInfo
 
@@ -192,6 +192,12 @@ async def test_an_abort_reaches_a_request_of_another_gateway_through_its_workers
     house.cluster.records["r1"] = record(RequestState.DECODING, model=MODEL, decode_worker=None)
     await abort_request("r1", house.pipeline, house.cluster)
     assert house.decode.aborted == house.prefill.aborted == ["r1"], "also where the record does not say that it is"
+
+
+async def test_an_abort_of_nothing_is_refused_and_ends_nobody(house: House) -> None:
+    house.pipeline.names_here = ("",)
+    with pytest.raises(InvalidRequestError, match="request_id"):
+        await abort_request("", house.pipeline, house.cluster)
 
 
 async def test_an_abort_of_what_is_over_or_unknown_ends_nothing(house: House) -> None:

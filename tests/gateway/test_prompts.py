@@ -80,6 +80,12 @@ async def test_prompt_ids_outside_the_vocabulary_are_refused(model, prompt):
         await prepared(model, prompt=prompt)
 
 
+async def test_too_many_choices_are_refused_with_the_limit(model):
+    with pytest.raises(InvalidRequestError, match=r"^n: 3 prompts with n 2 are 6 choices .* limit is 5"):
+        await prepared(model, HttpSettings(max_choices=5), prompt=["a", "b", "c"], n=2)
+    assert len(await prepared(model, HttpSettings(max_choices=6), prompt=["a", "b", "c"], n=2)) == 3
+
+
 async def test_too_many_prompts_are_refused_with_the_limit(model):
     with pytest.raises(InvalidRequestError, match="limit is 2"):
         await prepared(model, HttpSettings(max_prompts=2), prompt=["a", "b", "c"])

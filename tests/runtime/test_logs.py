@@ -68,3 +68,8 @@ def test_setup_sends_records_of_the_level_to_stderr_alone() -> None:
     assert entries[0]["message"] == "loud"
     assert "old" in entries[1]["message"]
     assert len(entries) == 2
+
+
+def test_what_clients_bring_in_stays_on_its_line() -> None:
+    line = ConsoleFormatter().format(_record("ended", label="a\n07:44:14 ERROR fake\x1b[31m"))
+    assert line.endswith(r"label=a\x0a07:44:14 ERROR fake\x1b[31m")

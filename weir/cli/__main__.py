@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -19,6 +20,7 @@ weir COMMAND --help says more; weir --version prints the version.
 """
 
 EXIT_USAGE = 2
+EXIT_BROKEN_PIPE = 141
 
 
 def _up(argv: Sequence[str]) -> int:
@@ -61,6 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return command(arguments[1:])
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read our output has gone, as in `weir chat ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except OSError as exc:
+        print(f"weir {name}: {exc}", file=sys.stderr)
+        return EXIT_USAGE
     except (WeirError, ExceptionGroup) as exc:
         error = find_error(exc, WeirError)
         if error is None:

@@ -6,6 +6,7 @@ Ctrl-C stops an answer, Ctrl-D ends the conversation.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import sys
 from collections.abc import Generator, Iterator, Sequence
@@ -14,9 +15,10 @@ from typing import Any
 
 import httpx
 
-from weir.core.errors import UnavailableError, WeirError
+from weir.core.errors import ConfigError, UnavailableError, WeirError
 from weir.runtime.config import load_config, setting
 
+EXIT_FAILED = 2
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 60.0
 """The gateway sends a comment line every 15 s at least."""
@@ -35,6 +37,15 @@ class ChatConfig:
     model_name: str | None = setting(None, help="which of the models served; none takes the gateway's first")
     max_tokens: int = setting(512, help="longest answer, in tokens", minimum=1)
     temperature: float = setting(0.7, help="0 always takes the likeliest token", minimum=0)
+
+    def validate(self) -> None:
+        """Raises ConfigError for a URL that is none."""
+        try:
+            url = httpx.URL(self.url)
+        except httpx.InvalidURL as exc:
+            raise ConfigError(f"url: {self.url!r} is no URL: {exc}", param="url") from exc
+        if url.scheme not in ("http", "https") or not url.host:
+            raise ConfigError(f"url: {self.url!r} is not http://host:port", param="url")
 
 
 @dataclass(slots=True)
@@ -85,8 +96,10 @@ class Conversation:
                 for line in response.iter_lines():
                     if line.startswith("data: ") and line != "data: [DONE]":
                         yield from _text_of(json.loads(line.removeprefix("data: ")))
-        except httpx.TransportError as exc:
+        except httpx.ConnectError as exc:
             raise UnavailableError(f"no gateway answers at {self.config.url}: {exc}; start one with `weir up`") from exc
+        except httpx.TransportError as exc:
+            raise UnavailableError(f"the connection to {self.config.url} broke: {exc}") from exc
 
 
 def chat(argv: Sequence[str]) -> int:
@@ -103,12 +116,15 @@ def chat(argv: Sequence[str]) -> int:
         if config.question is not None:
             _print_answer(conversation, config.question)
         else:
-            _converse(conversation)
+            return _converse(conversation)
     return 0
 
 
-def _converse(conversation: Conversation) -> None:
-    """Until the end of the input; a refusal ends only its answer."""
+def _converse(conversation: Conversation) -> int:
+    """Until the end of the input; a refusal ends only its answer, and counts where nobody sits at a terminal."""
+    exit_code = 0
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):
@@ -118,7 +134,7 @@ def _converse(conversation: Conversation) -> None:
         try:
             question = input("> " if is_terminal else "").strip()
         except EOFError:
-            return
+            return exit_code
         except KeyboardInterrupt:
             print()
             continue
@@ -130,6 +146,7 @@ def _converse(conversation: Conversation) -> None:
             print(" [stopped]")
         except WeirError as exc:
             print(f"weir chat: {exc.message}", file=sys.stderr)
+            exit_code = 0 if is_terminal else EXIT_FAILED
 
 
 def _print_answer(conversation: Conversation, question: str) -> None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
+
+from weir.core.errors import ConfigError
 
 TIMEOUT_S = 1.0
 
 Probe = Callable[[], Awaitable[bool]]
+Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
 def http_probe(host: str, port: int, api_key: str | None = None) -> Probe:
@@ -34,9 +39,36 @@ def redis_probe(socket_path: Path) -> Probe:
     return probe
 
 
-async def _ask(
-    connect: Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]], question: bytes
-) -> bytes:
+async def check_redis_answers(url: str) -> None:
+    """Raises ConfigError when nobody listens at any address of a Redis URL; its form is the services' to judge."""
+    parts = urlsplit(url)
+    connects: list[Connect] = []
+    if parts.scheme == "unix":
+        connects.append(partial(asyncio.open_unix_connection, parts.path))
+    else:
+        for address in parts.netloc.rpartition("@")[2].split(","):
+            one = urlsplit(f"//{address}")
+            connects.append(partial(asyncio.open_connection, one.hostname, one.port or 6379))
+    reasons = [await _refusal(connect) for connect in connects]
+    if all(reasons):
+        place = parts.path if parts.scheme == "unix" else parts.netloc.rpartition("@")[2]
+        raise ConfigError(f"redis: nobody answers at {place}: {reasons[0]}", param="redis")
+
+
+async def _refusal(connect: Connect) -> str:
+    """Why there is no connection; empty for one that there is."""
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            _, writer = await connect()
+    except TimeoutError:
+        return f"no answer within {TIMEOUT_S:g} s"
+    except (OSError, ValueError) as exc:
+        return str(exc)
+    writer.close()
+    return ""
+
+
+async def _ask(connect: Connect, question: bytes) -> bytes:
     """The first line of the answer, empty for none."""
     try:
         async with asyncio.timeout(TIMEOUT_S):

@@ -85,7 +85,7 @@ class Progress:
 
     def _render(self) -> Table:
         table = Table.grid(padding=(0, 2))
-        for name, row in self._rows.items():
+        for name, row in list(self._rows.items()):  # drawn in a thread of its own
             is_done = row.state is ProcessState.READY
             mark = Text("✓", style="green") if is_done else Spinner("dots")
             elapsed = row.took_s if row.took_s is not None else self._clock() - row.since_s

@@ -13,6 +13,7 @@ import uvloop
 
 from weir.cli.local_cluster import LocalCluster
 from weir.cli.preparation import PreparedModel, prepare_model
+from weir.cli.probes import check_redis_answers
 from weir.cli.progress import Progress
 from weir.cli.run_directory import RunDirectory
 from weir.cli.supervisor import Supervisor
@@ -20,6 +21,7 @@ from weir.cli.up_config import UpConfig
 from weir.runtime.config import load_config
 from weir.runtime.ports import check_port_free
 
+DEFAULT_PORT = 8000
 STOP_MARGIN_S = 5.0
 """Beyond the drain time that a service keeps itself."""
 
@@ -39,6 +41,8 @@ def up(argv: Sequence[str]) -> int:
 async def _serve(config: UpConfig) -> None:
     check_port_free(config.host, config.port, "port")
     check_port_free(config.host, config.grpc_port, "grpc_port")
+    if config.redis is not None:
+        await check_redis_answers(config.redis)
     progress = Progress()
     stopping = asyncio.Event()
     with ExitStack() as at_end:
@@ -114,12 +118,15 @@ def _handle_signals(stopping: asyncio.Event, supervisor: Supervisor, progress: P
 
 
 def _ready_lines(config: UpConfig, model: PreparedModel, elapsed_s: float) -> list[str]:
+    key = " -H 'Authorization: Bearer KEY'" if config.api_keys else ""
+    options = "" if config.port == DEFAULT_PORT else f" --url {config.url}"
+    options += " --api-key KEY" if config.api_keys else ""
     body = json.dumps({"model": model.name, "messages": [{"role": "user", "content": "What is a weir?"}]})
     return [
         f"weir: ready after {elapsed_s:.1f} s: {model.name} on {config.url}, gRPC on port {config.grpc_port}; "
         f"{config.num_prefill} prefill, {config.decode} decode",
         "",
-        f"  curl {config.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+        f"  curl {config.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'",
         "",
-        "  `weir chat` talks to it; Ctrl-C here stops it",
+        f"  `weir chat{options}` talks to it; Ctrl-C here stops it",
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from weir.core.errors import ConfigError
 from weir.runtime.config import setting
 
 
@@ -29,6 +30,11 @@ class UpConfig:
     kv_cache_memory_bytes: int | None = setting(None, help="memory of each worker's KV pool", minimum=1)
     drain_s: float = setting(30.0, help="how long running requests may go on after Ctrl-C", minimum=0)
     home: Path = setting(Path("~/.cache/weir"), help="where models and logs are kept")
+
+    def validate(self) -> None:
+        """What no single field says. Raises ConfigError."""
+        if self.port == self.grpc_port:
+            raise ConfigError(f"grpc_port: {self.grpc_port} is the port of HTTP already", param="grpc_port")
 
     @property
     def num_prefill(self) -> int:

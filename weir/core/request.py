@@ -26,6 +26,9 @@ class HandoffKey:
     handoff_id: HandoffId
     epoch: int
 
+    def __str__(self) -> str:
+        return f"hand-off {self.handoff_id}, epoch {self.epoch}"
+
 
 class FinishReason(Enum):
     STOP = "stop"

@@ -65,7 +65,7 @@ def prepare(
     home = home.expanduser().resolve()
     parsed = ModelSource.parse(source)
     name = name or parsed.name
-    output = (output or home / "models" / re.sub(r"[^\w.-]+", "--", name)).expanduser().resolve()
+    output = (output or home / "models" / re.sub(r"^\.+|[^\w.-]+", "--", name)).expanduser().resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
     stamp = json.dumps({"format": _FORMAT, "name": name, "identity": parsed.identity})
     with _locked(output):
@@ -135,8 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.source, name=arguments.name, output=arguments.output, home=arguments.home, progress=progress
         )
         card = ModelCard.load(model_dir)
-    except ModelLoadError as exc:
-        progress(f"error: {exc.message}")
+    except (ModelLoadError, OSError) as exc:
+        progress(f"error: {exc.message if isinstance(exc, ModelLoadError) else exc}")
         return 2
     result = {"model_dir": str(model_dir), "name": card.name, "weights_hash": card.weights_hash}
     sys.stdout.write(json.dumps(result) + "\n")

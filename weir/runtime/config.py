@@ -224,15 +224,20 @@ def _find(
 ) -> tuple[object, str]:
     """The value as given, None if nowhere, and the name of its source."""
     if field.name in flags:
+        if not flags[field.name] and not field.is_positional:  # as by --api-keys "$FORGOTTEN"
+            raise ConfigError(f"{field.name}: {field.flag} is empty; nothing is written `none`", param=field.name)
         return flags[field.name], field.flag
     if environ.get(field.variable):
         return environ[field.variable], field.variable
     file_variable = f"{field.variable}_FILE"
     if field.is_secret and environ.get(file_variable):
         try:
-            return Path(environ[file_variable]).read_text().strip(), file_variable
-        except OSError as exc:
+            text = Path(environ[file_variable]).read_text().strip()
+        except (OSError, UnicodeDecodeError) as exc:
             raise ConfigError(f"{field.name}: {file_variable} names a file that cannot be read: {exc}") from exc
+        if not text:
+            raise ConfigError(f"{field.name}: the file that {file_variable} names is empty", param=field.name)
+        return text, file_variable
     if field.name in from_file:
         raw = from_file[field.name]
         return (_NONE if raw is None else raw), "the configuration file"
@@ -293,7 +298,7 @@ def _read_file(path: Path, fields: Mapping[str, _Field]) -> dict[str, object]:
         content = yaml.safe_load(path.read_text())
     except OSError as exc:
         raise ConfigError(f"config: {path} cannot be read: {exc.strerror}", param="config") from exc
-    except yaml.YAMLError as exc:
+    except (yaml.YAMLError, UnicodeDecodeError) as exc:
         raise ConfigError(f"config: {path} is not YAML: {' '.join(str(exc).split())}", param="config") from exc
     if content is None:
         return {}

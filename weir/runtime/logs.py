@@ -18,6 +18,9 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("console", "json")
 
+_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(0x20), 0x7F, *range(0x80, 0xA0))}
+"""Control characters, which clients may bring in: a record stays one line, and a terminal shows it as it is."""
+
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
@@ -62,6 +65,7 @@ class ConsoleFormatter(logging.Formatter):
         fields.update(_extra(record))
         line = f"{_utc(record)[11:23]} {record.levelname:<7} {record.name}: {record.getMessage()}"
         line += "".join(f" {name}={value}" for name, value in fields.items())
+        line = line.translate(_ESCAPES)
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line
