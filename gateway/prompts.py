@@ -175,10 +175,11 @@ def _output_limit(asked: int | None, default: int | None, num_prompt: int, model
     room = context - num_prompt
     wanted = asked if asked is not None else 1
     if wanted > room:
+        param = param if num_prompt >= context else "max_tokens"
         raise ContextLengthError(
             f"{param}: the prompt has {num_prompt} tokens and {wanted} are asked for, together "
             f"{num_prompt + wanted}; this model's context is {context} tokens",
-            param=param if num_prompt >= context else "max_tokens",
+            param=param,
         )
     if asked is not None:
         return asked

@@ -37,7 +37,6 @@ _WANTED = {
     "list_type": "a list",
     "dict_type": "an object",
     "model_type": "an object",
-    "too_short": "a list that is not empty",
 }
 """Our words for pydantic's kinds of fault, where its own are clumsy."""
 
@@ -201,7 +200,10 @@ def _translate(fault: ErrorDetails) -> InvalidRequestError:
         return UnsupportedFeatureError(f"{param}: no such field", param=param)
     if kind == "missing":
         return InvalidRequestError(f"{param}: is required", param=param)
-    wanted = _WANTED.get(kind) or fault["msg"].removeprefix("Input should be ")
+    if kind == "too_short":
+        return InvalidRequestError(f"{param}: must not be an empty list", param=param)
+    words = fault["msg"].removeprefix("Input should be ").replace("String should have", "a string of")
+    wanted = _WANTED.get(kind) or words
     return InvalidRequestError(f"{param}: must be {wanted}, got {_shown(fault['input'])}", param=param)
 
 
