@@ -74,17 +74,29 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _start_timer(self) -> None:
         if self._header_timer is None:
-            self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._refuse, _TIMEOUT)
+            self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._on_timeout)
 
     def _stop_timer(self) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
 
+    def _on_timeout(self) -> None:
+        self._header_timer = None
+        if self._is_answering:  # the next request may wait until then
+            self._start_timer()
+        else:
+            self._refuse(_TIMEOUT)
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
     def _refuse(self, response: Response) -> None:
-        """Answer and close, without a request that an application could see."""
-        status = HTTPStatus(response.status_code)
-        lines = [f"HTTP/1.1 {status.value} {status.phrase}".encode()]
-        lines += [name + b": " + value for name, value in response.raw_headers]
-        self.transport.write(b"\r\n".join([*lines, b"", response.body]))
+        """Close, after an answer where one can be read: no application has seen a request."""
+        if self._num_header_bytes and not (self._is_answering or self.transport.is_closing()):
+            status = HTTPStatus(response.status_code)
+            lines = [f"HTTP/1.1 {status.value} {status.phrase}".encode()]
+            lines += [name + b": " + value for name, value in response.raw_headers]
+            self.transport.write(b"\r\n".join([*lines, b"", response.body]))
         self.transport.close()

@@ -23,6 +23,8 @@ HEAD = b"GET / HTTP/1.1\r\nhost: x\r\n"
 async def greet(scope: Scope, receive: Receive, send: Send) -> None:
     while (await receive()).get("more_body"):
         pass
+    if scope["path"] == "/slow":
+        await asyncio.sleep(0.3)
     await PlainTextResponse("hello")(scope, receive, send)
 
 
@@ -86,9 +88,19 @@ async def test_headers_that_do_not_come_in_time_are_refused(
         assert await refusal(reader) == (408, "request_timeout")
 
 
-async def test_a_silent_connection_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_protocol, "HEADER_TIMEOUT_S", 0.2)
     async with connection() as (reader, _):
+        assert await reader.read() == b""
+
+
+async def test_bytes_behind_a_request_do_not_disturb_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "HEADER_TIMEOUT_S", 0.05)
+    async with connection() as (reader, writer):
+        writer.write(HEAD.replace(b"GET /", b"GET /slow") + b"\r\n")
+        await asyncio.sleep(0.05)
+        writer.write(b"\r\nGET")
+        assert b"200 OK" in await reader.readuntil(b"hello")
         assert await refusal(reader) == (408, "request_timeout")
 
 
