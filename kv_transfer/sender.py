@@ -49,8 +49,9 @@ from weir.core.request import HandoffId, HandoffKey
 
 logger = logging.getLogger(__name__)
 
+REMEMBERED_S = 60.0
+"""How long the end of a hand-off is remembered, so that a late frame is answered with the reason."""
 MAX_REMEMBERED = 65536
-"""Hand-offs whose end is remembered, so that a late frame is answered with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class _Ended:
 
     epoch: int
     reason: EndReason
+    ended_s: float
 
 
 class Offer:
@@ -250,7 +252,7 @@ class TransferServer:
         return self._leases.renew(key)
 
     def sweep(self) -> None:
-        """End the holds whose lease is over and refuse the fetches that waited too long. Runs on a timer."""
+        """On a timer: end the holds whose lease is over, refuse fetches that waited too long, forget old ends."""
         for key in self._leases.expired():
             self.stats.leases_expired_total += 1
             logger.warning("the hold of %s has expired", key)
@@ -258,6 +260,9 @@ class TransferServer:
             self._sources[key].end(EndReason.EXPIRED, notice)
         for parked in self._parked.take_expired():
             self._refuse(parked.connection, parked.key, self._lost(parked.key))
+        forget_before_s = self._clock() - REMEMBERED_S
+        while self._ended and next(iter(self._ended.values())).ended_s < forget_before_s:
+            self._ended.popitem(last=False)
 
     # ConnectionHandler
 
@@ -409,7 +414,7 @@ class TransferServer:
     def _hold_ended(self, key: HandoffKey, reason: EndReason) -> None:
         self._leases.drop(key)
         del self._epochs[key.handoff_id]
-        self._ended[key.handoff_id] = _Ended(key.epoch, reason)
+        self._ended[key.handoff_id] = _Ended(key.epoch, reason, self._clock())
         self._ended.move_to_end(key.handoff_id)
         if len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from kv_transfer.sender import REMEMBERED_S
 from kv_transfer.settings import SenderConfig
 from kv_transfer.transfer_state import EndReason
 from tests.fakes.virtual_loop import virtual_clock
@@ -281,3 +282,16 @@ def test_oldest_progress_age_is_zero_while_nobody_owes_anything() -> None:
         assert world.server.oldest_progress_age_s == 0.0
 
     in_world(law, sender=SHORT)
+
+
+def test_the_end_of_a_hand_off_is_forgotten_after_a_while() -> None:
+    async def law(world: World) -> None:
+        world.offer()
+        await world.fetch()
+        await asyncio.sleep(REMEMBERED_S - 1.0)
+        with pytest.raises(ConflictError):
+            world.offer()
+        await asyncio.sleep(3.0)
+        assert world.offer().is_held, "nothing is left that grows with every hand-off"
+
+    in_world(law)
