@@ -71,6 +71,7 @@ def test_a_missing_model_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixtu
     assert err.startswith("weir up: /nowhere.gguf: no such model")
     assert err.count("\n") == 1
     assert not (tmp_path / "run").exists()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_wrong_option_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

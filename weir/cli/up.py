@@ -6,8 +6,8 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import uvloop
 
@@ -47,7 +47,7 @@ async def _serve(config: UpConfig) -> None:
     stopping = asyncio.Event()
     with ExitStack() as at_end:
         async with Supervisor(progress.changed) as supervisor:
-            _handle_signals(stopping, supervisor, progress)
+            at_end.enter_context(_signals_handled(stopping, supervisor, progress))
             async with asyncio.TaskGroup() as group:
                 starting = group.create_task(_start(config, supervisor, progress, at_end))
                 await _until_done_or(stopping, starting)
@@ -103,7 +103,8 @@ async def _stop(supervisor: Supervisor, timeout_s: float) -> None:
                     group.create_task(process.stop(timeout_s))
 
 
-def _handle_signals(stopping: asyncio.Event, supervisor: Supervisor, progress: Progress) -> None:
+@contextmanager
+def _signals_handled(stopping: asyncio.Event, supervisor: Supervisor, progress: Progress) -> Iterator[None]:
     """The first signal drains, the second ends everything at once."""
 
     def on_signal(number: signal.Signals) -> None:
@@ -113,8 +114,14 @@ def _handle_signals(stopping: asyncio.Event, supervisor: Supervisor, progress: P
         progress.say("\nweir: stopping; running requests may finish (once more ends them)")
         stopping.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+    loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
 
 
 def _ready_lines(config: UpConfig, model: PreparedModel, elapsed_s: float) -> list[str]:
