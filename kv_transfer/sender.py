@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Self
 
 from kv_transfer.blocks import BlockSource
 from kv_transfer.connection import Connection
+from kv_transfer.ended_handoffs import EndedHandoffs
 from kv_transfer.handoff_source import HandoffSource, SourceLink
 from kv_transfer.handshake import SourceHandshake, TransferIdentity
 from kv_transfer.lease import LeaseTable
@@ -48,19 +47,6 @@ from weir.core.errors import (
 from weir.core.request import HandoffId, HandoffKey
 
 logger = logging.getLogger(__name__)
-
-REMEMBERED_S = 60.0
-"""How long the end of a hand-off is remembered, so that a late frame is answered with the reason."""
-MAX_REMEMBERED = 65536
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """The newest epoch of a hand-off id that is over, and why."""
-
-    epoch: int
-    reason: EndReason
-    ended_s: float
 
 
 class Offer:
@@ -119,7 +105,7 @@ class TransferServer:
         self._connections: set[Connection] = set()
         self._sources: dict[HandoffKey, HandoffSource] = {}
         self._epochs: dict[HandoffId, int] = {}  # of the sources that are held
-        self._ended: OrderedDict[HandoffId, _Ended] = OrderedDict()
+        self._ended = EndedHandoffs(clock)
         self._parked = ParkedFetches(self._config.max_parked, self._config.park_timeout_s, clock)
         sweep_s = min(1.0, self._config.lease_s / 10, self._config.park_timeout_s / 4)
         self._sweeper = PeriodicTimer(sweep_s, self.sweep)
@@ -260,9 +246,7 @@ class TransferServer:
             self._sources[key].end(EndReason.EXPIRED, notice)
         for parked in self._parked.take_expired():
             self._refuse(parked.connection, parked.key, self._lost(parked.key))
-        forget_before_s = self._clock() - REMEMBERED_S
-        while self._ended and next(iter(self._ended.values())).ended_s < forget_before_s:
-            self._ended.popitem(last=False)
+        self._ended.sweep()
 
     # ConnectionHandler
 
@@ -414,10 +398,7 @@ class TransferServer:
     def _hold_ended(self, key: HandoffKey, reason: EndReason) -> None:
         self._leases.drop(key)
         del self._epochs[key.handoff_id]
-        self._ended[key.handoff_id] = _Ended(key.epoch, reason, self._clock())
-        self._ended.move_to_end(key.handoff_id)
-        if len(self._ended) > MAX_REMEMBERED:
-            self._ended.popitem(last=False)
+        self._ended.add(key, reason)
         if reason is EndReason.COMMITTED:
             self.stats.handoffs_total += 1
         else:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kv_transfer.sender import REMEMBERED_S
+from kv_transfer.ended_handoffs import REMEMBERED_S
 from kv_transfer.settings import SenderConfig
 from kv_transfer.transfer_state import EndReason
 from tests.fakes.virtual_loop import virtual_clock
