@@ -29,10 +29,11 @@ from weir.cluster.connection import RedisConnection
 from weir.cluster.kv_index import KvIndex
 from weir.cluster.request_journal import RequestJournal
 from weir.cluster.worker_registry import WorkerDirectory
-from weir.core.errors import ConfigError, UnavailableError
+from weir.core.errors import UnavailableError
 from weir.runtime.config import describe_config, load_config
 from weir.runtime.grpc_server import GrpcServer
 from weir.runtime.logs import setup_logging
+from weir.runtime.ports import cannot_listen
 from weir.runtime.service import ServiceContext, run_service
 from weir.runtime.tracing import setup_tracing
 
@@ -128,8 +129,7 @@ async def open_http(config: GatewayConfig, services: GatewayServices) -> AsyncIt
     try:
         listener = open_listener(config.host, config.port, stall_timeout_s=config.stall_timeout_s)
     except OSError as exc:
-        reason = exc.strerror or str(exc)
-        raise ConfigError(f"port: cannot listen on {config.host}:{config.port}: {reason}", param="port") from exc
+        raise cannot_listen("port", f"{config.host}:{config.port}", exc) from exc
     host, port = listener.getsockname()[:2]
     async with serve_http(create_app(services), listener):
         yield f"{host}:{port}"

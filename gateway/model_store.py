@@ -70,9 +70,11 @@ class ModelStore:
 
     def get(self, name: str | None) -> ServedModel:
         """Raises ModelNotFoundError, which names those that exist."""
-        model = self._models.get(next(iter(self._models)) if name is None else name)
+        if name is None:
+            name = next(iter(self._models))
+        model = self._models.get(name)
         if model is None:
             raise ModelNotFoundError(
-                f"model: {str(name)[:100]!r} is not served here; served: {', '.join(self._models)}", param="model"
+                f"model: {name[:100]!r} is not served here; served: {', '.join(self._models)}", param="model"
             )
         return replace(model, workers_limit=self._workers_limit(model.card.name))

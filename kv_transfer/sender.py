@@ -34,7 +34,6 @@ from protos.convert import key_from_proto, key_to_proto
 from protos.kv_transfer_pb2 import Computing, Fetch, Frame
 from weir.core.deadline import Clock, Deadline
 from weir.core.errors import (
-    ConfigError,
     ConflictError,
     HandoffError,
     HandoffLostError,
@@ -45,6 +44,7 @@ from weir.core.errors import (
     WrongIncarnationError,
 )
 from weir.core.request import HandoffId, HandoffKey
+from weir.runtime.ports import cannot_listen
 
 logger = logging.getLogger(__name__)
 
@@ -136,10 +136,7 @@ class TransferServer:
         try:
             return await self._transport.listen(address, partial(self._accept, address))
         except OSError as exc:
-            reason = exc.strerror or exc
-            raise ConfigError(
-                f"transfer_listen: cannot listen on {address}: {reason}", param="transfer_listen"
-            ) from exc
+            raise cannot_listen("transfer_listen", address, exc) from exc
 
     # For the prefill service
 

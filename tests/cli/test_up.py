@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import sys
@@ -15,9 +16,10 @@ from tests.cli.weir_up import weir_up
 from tests.fakes.tiny_model import write_tiny_model
 from weir.cli.__main__ import main
 from weir.cli.preparation import PreparedModel
-from weir.cli.probes import free_ports
+from weir.cli.probes import check_redis_answers, free_ports
 from weir.cli.up import _ready_lines
 from weir.cli.up_config import UpConfig
+from weir.core.errors import ConfigError
 
 OPTIONS = ("--kv-cache-memory-bytes", "8MiB", "--max-model-len", "512")
 
@@ -89,6 +91,22 @@ def test_a_redis_that_does_not_answer_is_one_line(capsys: pytest.CaptureFixture[
         assert err.count("\n") == 1
 
 
+def test_a_redis_url_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    port, grpc_port = free_ports(2)
+    assert main(["up", "--port", str(port), "--grpc-port", str(grpc_port), "--redis", "redis://localhost:x"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("weir up: redis_url 'redis://localhost:x': ")
+    assert err.count("\n") == 1
+
+
+async def test_every_address_of_a_redis_url_is_asked_on_its_own_port() -> None:
+    with pytest.raises(ConfigError, match=r"^redis: nobody answers at 127\.0\.0\.1:26379, 127\.0\.0\.1:1: "):
+        await check_redis_answers("redis+sentinel://127.0.0.1,127.0.0.1:1/weir")
+    async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        await check_redis_answers(f"redis+cluster://127.0.0.1:1,127.0.0.1:{port}")
+
+
 def test_one_port_for_two_servers_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["up", "--port", "8123", "--grpc-port", "8123"]) == 2
     assert capsys.readouterr().err == "weir up: grpc_port: 8123 is the port of HTTP already\n"
@@ -104,6 +122,9 @@ def test_the_last_words_name_the_port_and_the_key() -> None:
     plain = "\n".join(_ready_lines(UpConfig(), model, 1.0))
     assert "`weir chat` talks" in plain
     assert "KEY" not in plain
+    assert "`weir chat --url http://10.0.0.1:8000` talks" in "\n".join(
+        _ready_lines(UpConfig(host="10.0.0.1"), model, 1.0)
+    )
     locked = "\n".join(_ready_lines(UpConfig(port=9000, api_keys=("k",)), model, 1.0))
     assert "-H 'Authorization: Bearer KEY'" in locked
     assert "`weir chat --url http://127.0.0.1:9000 --api-key KEY` talks" in locked

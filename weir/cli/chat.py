@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from weir.cli.up_config import DEFAULT_URL
 from weir.core.errors import ConfigError, UnavailableError, WeirError
 from weir.runtime.config import load_config, setting
 
@@ -31,7 +32,7 @@ class ChatConfig:
     question: str | None = setting(
         None, help="one question, answered once; none starts a conversation", is_positional=True
     )
-    url: str = setting("http://127.0.0.1:8000", help="the gateway")
+    url: str = setting(DEFAULT_URL, help="the gateway")
     api_key: str | None = setting(None, help="key of the gateway, where it asks for one", secret=True)
     system: str | None = setting(None, help="instruction before the first message")
     model_name: str | None = setting(None, help="which of the models served; none takes the gateway's first")

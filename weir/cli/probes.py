@@ -1,4 +1,4 @@
-"""Is it up? One short question to a process on this machine; never raises."""
+"""Is it up? One short question to a process; also which ports are free."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from weir.core.errors import ConfigError
+from weir.core.redis_url import RedisUrl
 
 TIMEOUT_S = 1.0
 
@@ -40,19 +40,15 @@ def redis_probe(socket_path: Path) -> Probe:
 
 
 async def check_redis_answers(url: str) -> None:
-    """Raises ConfigError when nobody listens at any address of a Redis URL; its form is the services' to judge."""
-    parts = urlsplit(url)
-    connects: list[Connect] = []
-    if parts.scheme == "unix":
-        connects.append(partial(asyncio.open_unix_connection, parts.path))
-    else:
-        for address in parts.netloc.rpartition("@")[2].split(","):
-            one = urlsplit(f"//{address}")
-            connects.append(partial(asyncio.open_connection, one.hostname, one.port or 6379))
-    reasons = [await _refusal(connect) for connect in connects]
+    """Raises ConfigError for a URL that is none, and when nobody listens at any of its addresses."""
+    parsed = RedisUrl.parse(url)
+    connects: dict[str, Connect] = {
+        f"{address.host}:{address.port}": partial(asyncio.open_connection, address.host, address.port)
+        for address in parsed.addresses
+    } or {parsed.socket_path: partial(asyncio.open_unix_connection, parsed.socket_path)}
+    reasons = [await _refusal(connect) for connect in connects.values()]
     if all(reasons):
-        place = parts.path if parts.scheme == "unix" else parts.netloc.rpartition("@")[2]
-        raise ConfigError(f"redis: nobody answers at {place}: {reasons[0]}", param="redis")
+        raise ConfigError(f"redis: nobody answers at {', '.join(connects)}: {reasons[0]}", param="redis")
 
 
 async def _refusal(connect: Connect) -> str:
@@ -62,7 +58,7 @@ async def _refusal(connect: Connect) -> str:
             _, writer = await connect()
     except TimeoutError:
         return f"no answer within {TIMEOUT_S:g} s"
-    except (OSError, ValueError) as exc:
+    except OSError as exc:
         return str(exc)
     writer.close()
     return ""

@@ -17,11 +17,10 @@ from weir.cli.probes import check_redis_answers
 from weir.cli.progress import Progress
 from weir.cli.run_directory import RunDirectory
 from weir.cli.supervisor import Supervisor
-from weir.cli.up_config import UpConfig
+from weir.cli.up_config import DEFAULT_URL, UpConfig
 from weir.runtime.config import load_config
 from weir.runtime.ports import check_port_free
 
-DEFAULT_PORT = 8000
 STOP_MARGIN_S = 5.0
 """Beyond the drain time that a service keeps itself."""
 
@@ -126,7 +125,7 @@ def _signals_handled(stopping: asyncio.Event, supervisor: Supervisor, progress: 
 
 def _ready_lines(config: UpConfig, model: PreparedModel, elapsed_s: float) -> list[str]:
     key = " -H 'Authorization: Bearer KEY'" if config.api_keys else ""
-    options = "" if config.port == DEFAULT_PORT else f" --url {config.url}"
+    options = "" if config.url == DEFAULT_URL else f" --url {config.url}"
     options += " --api-key KEY" if config.api_keys else ""
     body = json.dumps({"model": model.name, "messages": [{"role": "user", "content": "What is a weir?"}]})
     return [

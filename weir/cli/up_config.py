@@ -8,6 +8,9 @@ from pathlib import Path
 from weir.core.errors import ConfigError
 from weir.runtime.config import setting
 
+DEFAULT_URL = "http://127.0.0.1:8000"
+"""Of the gateway, with the settings below as they are."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class UpConfig:

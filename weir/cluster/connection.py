@@ -30,10 +30,10 @@ from weir.cluster.redis_client import (
     is_timeout,
     is_unknown_script,
 )
-from weir.cluster.redis_url import RedisUrl
 from weir.cluster.scripts import TOUCH_LINK, Script
 from weir.core.deadline import Clock
 from weir.core.errors import ConfigError, UnavailableError, WeirError
+from weir.core.redis_url import RedisUrl
 
 logger = logging.getLogger(__name__)
 

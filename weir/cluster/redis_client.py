@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from weir.cluster.absent_module import without_module
-from weir.cluster.redis_url import RedisKind, RedisUrl
+from weir.core.redis_url import RedisKind, RedisUrl
 
 # redis-py imports the metrics of OpenTelemetry's SDK where that is installed, and uses them only when told to: a fifth
 # of its import time, in every process.

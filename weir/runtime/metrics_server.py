@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from weir.core.errors import ConfigError
+from weir.runtime.ports import cannot_listen
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +40,7 @@ async def start_metrics_server(
     try:
         server = await asyncio.start_server(endpoint.serve, host, port, limit=MAX_REQUEST_BYTES)
     except OSError as exc:
-        reason = exc.strerror or exc
-        raise ConfigError(f"metrics_port: cannot listen on {host}:{port}: {reason}", param="metrics_port") from exc
+        raise cannot_listen("metrics_port", f"{host}:{port}", exc) from exc
     try:
         yield server.sockets[0].getsockname()[1]
     finally:

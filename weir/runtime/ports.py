@@ -22,5 +22,9 @@ def check_port_free(host: str, port: int, setting: str) -> None:
             raise ConfigError(
                 f"{setting}: {port} is in use on {host}; choose another with {flag}", param=setting
             ) from exc
-        reason = exc.strerror or exc
-        raise ConfigError(f"{setting}: cannot listen on {host}:{port}: {reason}", param=setting) from exc
+        raise cannot_listen(setting, f"{host}:{port}", exc) from exc
+
+
+def cannot_listen(setting: str, address: str, reason: OSError) -> ConfigError:
+    """What is said of an address that cannot be listened on, whichever server wanted to."""
+    return ConfigError(f"{setting}: cannot listen on {address}: {reason.strerror or reason}", param=setting)

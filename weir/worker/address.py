@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 
-from weir.cluster.redis_url import RedisUrl
+from weir.core.redis_url import RedisUrl
 
 LOOPBACK = "127.0.0.1"
 

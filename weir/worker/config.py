@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from weir.cluster.redis_url import RedisUrl
 from weir.core.errors import ConfigError
+from weir.core.redis_url import RedisUrl
 from weir.engine.config import DEVICES, DTYPES, EngineConfig
 from weir.runtime.config import setting
 from weir.runtime.logs import FORMATS, LEVELS

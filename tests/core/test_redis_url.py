@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from weir.cluster.redis_url import Address, RedisKind, RedisUrl, mask_passwords
 from weir.core.errors import ConfigError
+from weir.core.redis_url import Address, RedisKind, RedisUrl, mask_passwords
 
 
 def test_plain_url_has_the_default_port_and_database() -> None:
