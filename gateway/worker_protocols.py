@@ -56,9 +56,9 @@ class PrefillClient(Protocol):
     def info(self) -> WorkerInfo: ...
 
     async def prefill(self, request: SequenceRequest, choices: tuple[PrefillChoice, ...]) -> PrefillResult:
-        """Compute a prompt once for all of its choices; cancelling stops the work at its next chunk.
+        """Compute a prompt once for all of its choices; the release of all of them stops the work at its next chunk.
 
-        Raises WeirError; the hop is prefill unless the worker said otherwise.
+        Cancelling ends the wait alone. Raises WeirError; the hop is prefill unless the worker said otherwise.
         """
         ...
 

@@ -215,8 +215,16 @@ class TransferServer:
             handoff.seal(seal)
 
     def release(self, key: HandoffKey) -> bool:
-        """End the hold of that hand-off, at any epoch up to the key's. False if there is none; never waits."""
-        return self._end_up_to(key, EndReason.RELEASED)
+        """End the hold of that hand-off, at any epoch up to the key's. False if there is none; never waits.
+
+        It may overtake the call that makes the hold: an offer of such an epoch that comes later is refused.
+        """
+        if self._end_up_to(key, EndReason.RELEASED):
+            return True
+        newest = self._newest_epoch(key.handoff_id)
+        if newest is None or newest < key.epoch:
+            self._ended.add(key, EndReason.RELEASED)
+        return False
 
     def rebind(self, key: HandoffKey, decode_incarnation: str) -> None:
         """Bind the hold to another decode worker and restart its lease.

@@ -79,6 +79,12 @@ class _Prompt:
     is_aborted: bool = False
     has_share: bool = False
 
+    def stop(self) -> None:
+        """End the computation at its next chunk; nothing once it is over."""
+        self.is_aborted = True
+        if self.scope is not None and not self.scope.expired():
+            self.scope.reschedule(asyncio.get_running_loop().time())
+
 
 class PrefillWorker:
     """Prefills on one engine and hands off over one transfer server.
@@ -145,15 +151,15 @@ class PrefillWorker:
     ) -> PrefillResult:
         """Compute the prompt of `request`; its KV is offered to the choices' decode workers from now on.
 
-        Cancelling stops the computation at its next chunk and takes every offer back. After it returned, each choice
-        is held until it was fetched, released or aborted, or its lease ends; a choice that its first token finished is
-        not held at all.
+        Cancelling stops the computation at its next chunk and takes every offer back; so does the release of all its
+        choices. After it returned, each choice is held until it was fetched, released or aborted, or its lease ends; a
+        choice that its first token finished is not held at all.
 
         Raises:
             WrongIncarnationError, UnavailableError, OverloadedError: before any work.
             CapacityExceededError, ContextLengthError: it can never run here.
-            DeadlineExceededError, RequestCancelledError: its time ended, or it was aborted by its id.
-            ConflictError: one of the keys is offered already.
+            DeadlineExceededError, RequestCancelledError: its time ended, or it was released or aborted by its id.
+            ConflictError: one of the keys is offered already, or was released before.
         """
         self._check(choices, incarnation)
         prompt = _Prompt(
@@ -210,9 +216,7 @@ class PrefillWorker:
         aborted = 0
         for prompt in [prompt for prompt in self._prompts if prompt.request.request_id == request_id]:
             aborted += len(prompt.open_keys)
-            prompt.is_aborted = True
-            if prompt.scope is not None and not prompt.scope.expired():
-                prompt.scope.reschedule(asyncio.get_running_loop().time())
+            prompt.stop()
             for key in tuple(prompt.open_keys):
                 self._transfer.release(key)
         return aborted
@@ -293,6 +297,7 @@ class PrefillWorker:
     def _seal(self, prompt: _Prompt, last: PrefillProgress) -> PrefillResult:
         """Complete every offer with its first token; a choice that is finished by it ends here."""
         assert last.first_tokens is not None
+        prompt.scope = None  # it is computed: what ends a choice from now on stops nothing
         by_index = {first_token.choice_index: first_token for first_token in last.first_tokens}
         for choice in prompt.choices:
             first_token = by_index[choice.choice_index]
@@ -331,6 +336,8 @@ class PrefillWorker:
         self._engine.release_hold(_hold_id(key))
         self._ownership.clear(prompt.request.request_id, key, HoldingKind.SOURCE)
         prompt.open_keys.discard(key)
+        if not prompt.open_keys:
+            prompt.stop()  # nobody wants it any more
         self._settle(prompt)
 
     def _record(self, prompt: _Prompt, key: HandoffKey) -> None:

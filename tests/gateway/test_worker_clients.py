@@ -16,6 +16,7 @@ from gateway.worker_clients import GrpcWorkerClients, probe_worker
 from gateway.worker_protocols import PrefillChoice
 from protos import common_pb2, convert, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tests.fakes.worker_clients import worker_info
+from tests.fakes.worker_pair import until
 from weir.core.deadline import Deadline
 from weir.core.errors import (
     CapacityExceededError,
@@ -23,6 +24,7 @@ from weir.core.errors import (
     HandoffLostError,
     HopFailedError,
     OverloadedError,
+    RequestCancelledError,
     WeirError,
     WorkerLostError,
 )
@@ -397,14 +399,17 @@ async def test_a_deadline_ends_the_call() -> None:
             await client.prefill(sequence(deadline=Deadline.after(0.05)), CHOICES)
 
 
-async def test_cancelling_the_caller_cancels_the_call_on_the_worker() -> None:
+async def test_cancelling_the_caller_ends_the_wait_and_the_call_ends_with_its_answer() -> None:
+    """The worker ends it when it is released. A call that grpc.aio cancels leaks memory."""
     async with prefill_pair() as (player, client):
         async with asyncio.TaskGroup() as tasks:
             calling = tasks.create_task(client.prefill(sequence(), CHOICES))
             await player.requests.get()
             calling.cancel()
-        await player.is_cancelled.wait()
-        assert client.is_idle
+        assert not client.is_idle
+        player.answers.put_nowait(RequestCancelledError("released", hop="prefill"))
+        await until(lambda: client.is_idle)
+        assert not player.is_cancelled.is_set()
 
 
 async def test_releases_are_sent_in_the_background_many_in_a_call() -> None:
@@ -473,7 +478,7 @@ def incarnations(clients: GrpcWorkerClients) -> set[str]:
     return {worker.incarnation for worker in clients.fleet.workers}
 
 
-async def until(clients: GrpcWorkerClients, expected: set[str]) -> None:
+async def until_clients_are(clients: GrpcWorkerClients, expected: set[str]) -> None:
     async with asyncio.timeout(10):
         while incarnations(clients) != expected:
             await clients.wait_for_change()
@@ -487,13 +492,13 @@ async def test_the_fleet_is_who_is_registered_and_connected() -> None:
             p0 = worker_info("p0", Role.PREFILL, control_address=prefill_server.address)
             directory = FakeDirectory(d0)
             async with GrpcWorkerClients(directory, gateway_id="g") as clients:
-                await until(clients, {"d0-1"})
+                await until_clients_are(clients, {"d0-1"})
                 directory.become(d0, p0)
-                await until(clients, {"d0-1", "p0-1"})
+                await until_clients_are(clients, {"d0-1", "p0-1"})
                 assert await clients.get_prefill(p0).abort(RequestId("r")) == 2
                 decode.downs.put_nowait(None)
-                await until(clients, {"p0-1"})
-                await until(clients, {"d0-1", "p0-1"})
+                await until_clients_are(clients, {"p0-1"})
+                await until_clients_are(clients, {"d0-1", "p0-1"})
                 directory.become(d0)
                 await clients.wait_for_change()
                 assert incarnations(clients) == {"d0-1"}
@@ -507,13 +512,13 @@ async def test_a_worker_that_leaves_may_finish_what_is_open_on_it() -> None:
         d0 = worker_info("d0", Role.DECODE, control_address=server.address)
         directory = FakeDirectory(d0)
         async with asyncio.timeout(10), GrpcWorkerClients(directory, gateway_id="g") as clients:
-            await until(clients, {"d0-1"})
+            await until_clients_are(clients, {"d0-1"})
             listener = Listener()
             clients.get_decode(d0).open(sequence(), KEY, source=None, listener=listener)
             assert (await player.ups.get()).HasField("hello")
             stream_id = (await player.ups.get()).open.stream_id
             directory.become()
-            await until(clients, set())
+            await until_clients_are(clients, set())
             last = TokenDelta(first_index=0, token_ids=(1,), finish_reason=FinishReason.LENGTH)
             player.say(decode_pb2.Event(stream_id=stream_id, delta=convert.delta_to_proto(last)))
             assert await listener.heard.get() == (last, (), None)
@@ -527,9 +532,9 @@ async def test_a_restarted_worker_gets_a_client_of_its_own() -> None:
         second = worker_info("p0", Role.PREFILL, control_address=server.address, incarnation="p0-2")
         directory = FakeDirectory(first)
         async with GrpcWorkerClients(directory, gateway_id="g") as clients:
-            await until(clients, {"p0-1"})
+            await until_clients_are(clients, {"p0-1"})
             directory.become(second)
-            await until(clients, {"p0-2"})
+            await until_clients_are(clients, {"p0-2"})
             assert clients.get_prefill(second).info == second
 
 

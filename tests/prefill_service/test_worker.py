@@ -86,25 +86,64 @@ async def test_cancelling_at_any_step_frees_everything(num_steps: int) -> None:
         assert isinstance(await fetch_late(pair, key), HandoffLostError)
 
 
+@pytest.mark.parametrize("is_released", [False, True], ids=["aborted", "released"])
 @pytest.mark.parametrize("num_steps", range(NUM_STEPS))
-async def test_aborting_by_id_at_any_step_ends_the_call_and_frees_everything(num_steps: int) -> None:
+async def test_an_end_by_name_at_any_step_ends_the_call_and_frees_everything(num_steps: int, is_released: bool) -> None:
     async with counting_pair() as pair:
         runner = pair.prefill_engine.runner
         runner.hold()
         request, key = pair.request(PROMPT)
+        other = HandoffKey(HandoffId("other"), 0)
 
         async def prefill() -> None:
             with pytest.raises(RequestCancelledError):
-                await pair.start_prefill(request, key)
+                await pair.start_prefill(request, key, other)
 
         async with asyncio.TaskGroup() as group:
             group.create_task(prefill())
             await until(lambda: runner.num_steps_begun == 1)
             runner.allow(num_steps)
             await until(lambda: runner.num_steps_begun == 1 + num_steps)
-            assert pair.prefill.abort(RequestId("another")) == 0
-            assert pair.prefill.abort(request.request_id) == 1
+            if is_released:
+                assert pair.prefill.release([key, other]) == 2
+            else:
+                assert pair.prefill.abort(RequestId("another")) == 0
+                assert pair.prefill.abort(request.request_id) == 2
         runner.run_freely()
+        await pair.assert_at_rest()
+        assert runner.num_steps_begun <= 2 + num_steps, "the computation went on after its end"
+
+
+async def test_a_prompt_is_computed_while_one_choice_still_wants_it() -> None:
+    async with counting_pair() as pair:
+        runner = pair.prefill_engine.runner
+        runner.hold()
+        request, key = pair.request(PROMPT)
+        other = HandoffKey(HandoffId("other"), 0)
+
+        async def prefill() -> None:
+            assert len((await pair.start_prefill(request, key, other)).first_tokens) == 2
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(prefill())
+            await until(lambda: runner.num_steps_begun == 1)
+            assert pair.prefill.release([key]) == 1
+            runner.run_freely()
+        assert pair.prefill.num_held == 1
+        assert pair.prefill.release([other]) == 1
+        await pair.assert_at_rest()
+
+
+async def test_a_release_that_overtakes_its_call_ends_it() -> None:
+    async with counting_pair() as pair:
+        request, key = pair.request(PROMPT)
+        assert pair.prefill.release([key]) == 0
+        with pytest.raises(ConflictError):
+            await pair.start_prefill(request, key)
+        await pair.assert_at_rest()
+        again, newer = pair.request(PROMPT, epoch=key.epoch + 1)
+        await within(pair.start_prefill(again, HandoffKey(key.handoff_id, newer.epoch)))
+        assert pair.prefill.release([HandoffKey(key.handoff_id, newer.epoch)]) == 1
         await pair.assert_at_rest()
 
 
