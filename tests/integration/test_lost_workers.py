@@ -9,7 +9,7 @@ import pytest
 
 from tests.fakes.async_engine import CountingPair, counting_pair, expected_tokens
 from tests.fakes.worker_pair import GREEDY, Gateway, until, within
-from weir.core.errors import HandoffLostError, HopFailedError, WorkerLostError
+from weir.core.errors import HandoffLostError, HopFailedError, RequestCancelledError, WorkerLostError
 
 PROMPT = tuple(range(5, 40))  # three steps of at most 16 tokens
 LONG = replace(GREEDY, max_tokens=60)
@@ -33,12 +33,16 @@ async def test_prefill_lost_before_the_seal_ends_the_stream_with_its_hop(num_ste
         runner.hold()
         request, key = pair.request(PROMPT)
         stream = pair.gateway.open(request, key, pair.source)
-        prefill = pair.group.create_task(pair.start_prefill(request, key))
+
+        async def prefill() -> None:
+            with pytest.raises(RequestCancelledError):
+                await pair.start_prefill(request, key)
+
+        pair.group.create_task(prefill())
         await until(lambda: runner.num_steps_begun == 1)
         runner.allow(num_steps)
         await until(lambda: runner.num_steps_begun == 1 + num_steps)
         await lose_prefill(pair)
-        prefill.cancel()
         await within(stream.ended.wait())
         assert isinstance(stream.error, HopFailedError)
         assert stream.error.hop == "transfer"

@@ -22,7 +22,7 @@ from tests.fakes.memory_transport import Faults, MemoryNetwork
 from tests.fakes.virtual_loop import run_virtual, virtual_clock
 from tests.kv_transfer.identities import FIRST_TOKEN, LAYOUT, make_identity, make_key, with_block_size
 from weir.core.deadline import Deadline
-from weir.core.errors import HandoffLostError, WeirError
+from weir.core.errors import ConflictError, HandoffLostError, WeirError
 from weir.core.request import HandoffKey
 
 TIMING = ConnectionTiming(heartbeat_s=0.2, idle_timeout_s=1.0, handshake_timeout_s=0.6)
@@ -85,6 +85,7 @@ class World:
             for name, block_size in (("d", LAYOUT.block_size), ("e", 12))
         }
         self.outcomes: dict[HandoffKey, Outcome] = {}
+        self.released: set[HandoffKey] = set()
 
     async def run(self) -> None:
         async with self.server, self.clients["d"], self.clients["e"]:
@@ -124,14 +125,19 @@ class World:
             outcome.ends.append(reason)
             outcome.source.close()
 
-        offer: Offer = self.server.offer(
-            key,
-            decode_incarnation=f"{decode}-1",
-            adapter="",
-            source=outcome.source,
-            deadline=Deadline.after(DEADLINE_S, virtual_clock),
-            on_end=ended,
-        )
+        try:
+            offer: Offer = self.server.offer(
+                key,
+                decode_incarnation=f"{decode}-1",
+                adapter="",
+                source=outcome.source,
+                deadline=Deadline.after(DEADLINE_S, virtual_clock),
+                on_end=ended,
+            )
+        except ConflictError:
+            assert key in self.released, "only a release that came before ends a hold that was never made"
+            ended(key, EndReason.RELEASED)
+            return
         num_full_blocks = outcome.source.num_tokens // LAYOUT.block_size
         for num_ready_blocks in sorted(rng.choices(range(num_full_blocks + 1), k=2)):
             await asyncio.sleep(rng.random() * 0.05)
@@ -193,6 +199,7 @@ class World:
 
     async def release(self, key: HandoffKey) -> None:
         await asyncio.sleep(self.rng.random() * 0.3)
+        self.released.add(key)
         self.server.release(key)
 
 

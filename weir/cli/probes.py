@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -12,6 +13,7 @@ from weir.core.errors import ConfigError
 from weir.core.redis_url import RedisUrl
 
 TIMEOUT_S = 1.0
+_UNASSIGNED_PORTS = range(20_000, 32_768)
 
 Probe = Callable[[], Awaitable[bool]]
 Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
@@ -79,12 +81,19 @@ async def _ask(connect: Connect, question: bytes) -> bytes:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on now; they stay different from each other."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """Ports of 127.0.0.1 that nobody listens on now, all different.
+
+    They lie below those that systems give to outgoing connections, one of which could take a port before its owner does.
+    """
+    ports: list[int] = []
+    for port in random.sample(_UNASSIGNED_PORTS, len(_UNASSIGNED_PORTS)):
+        with socket.socket() as candidate:
+            candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                candidate.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise ConfigError(f"only {len(ports)} of {count} ports are free", param="port")
