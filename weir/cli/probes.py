@@ -83,7 +83,7 @@ async def _ask(connect: Connect, question: bytes) -> bytes:
 def free_ports(count: int) -> list[int]:
     """Ports of 127.0.0.1 that nobody listens on now, all different.
 
-    They lie below those that systems give to outgoing connections, one of which could take a port before its owner does.
+    They lie below those of outgoing connections, one of which could take a port before its owner does.
     """
     ports: list[int] = []
     for port in random.sample(_UNASSIGNED_PORTS, len(_UNASSIGNED_PORTS)):
