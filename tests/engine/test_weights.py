@@ -18,7 +18,7 @@ from weir.engine.config import EngineConfig
 from weir.engine.model_runner import ModelRunner
 from weir.engine.prepare import prepare
 from weir.engine.safetensors_file import INDEX_FILE, SafetensorsCheckpoint, TensorSpec, write_safetensors
-from weir.engine.weights import Weights, write_fused
+from weir.engine.weights import Weights
 
 CPU = torch.device("cpu")
 SHARDS = [f"model-{shard:05}-of-00003.safetensors" for shard in (1, 2, 3)]
@@ -163,11 +163,6 @@ def test_stacked_tensors_are_their_parts_one_below_the_other(tmp_path: Path) -> 
     weights = Weights(source, torch.float32, CPU)
     stacked = weights.take_stacked("qkv", ["q", "k", "v"], [4, 2, 2], 3)
     assert torch.equal(stacked, torch.cat([tensor.float() for tensor in parts.values()]))
-
-    write_fused(tmp_path / "fused.safetensors", source, weights.taken)
-    fused = Weights(SafetensorsCheckpoint([tmp_path / "fused.safetensors"]), torch.float32, CPU)
-    assert torch.equal(fused.take_stacked("qkv", ["q", "k", "v"], [4, 2, 2], 3), stacked)
-    fused.finish()
 
 
 def test_a_tied_head_in_the_file_is_allowed_and_not_used(tmp_path: Path) -> None:

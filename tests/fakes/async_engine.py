@@ -50,6 +50,7 @@ class CountingRunner:
 
     def __init__(self, config: EngineConfig) -> None:
         self.card = CARD
+        self.weights_hash = CARD.weights_hash
         self.layout = KvLayout(
             num_layers=1, num_kv_heads=1, head_dim=2, block_size=config.block_size, kv_dtype="float32"
         )

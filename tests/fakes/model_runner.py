@@ -92,6 +92,7 @@ class FakeModelRunner:
     def __init__(self, config: EngineConfig, *, max_model_len: int = 4096) -> None:
         assert config.num_blocks is not None
         self.card = make_card(max_model_len=max_model_len)
+        self.weights_hash = self.card.weights_hash
         self.max_model_len = config.max_model_len or max_model_len
         self.layout = KvLayout(
             num_layers=1, num_kv_heads=1, head_dim=1, block_size=config.block_size, kv_dtype="float32"

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from weir.engine.batch import Batch, ScheduledSequence
 from weir.engine.model_runner import ModelRunner
+from weir.engine.weights import open_weights
 
 MAX_RELATIVE_DIFFERENCE = 1e-4
 
@@ -93,22 +93,12 @@ class Conversation:
 
 
 def load_prepared_reference(model_dir: Path) -> Any:
-    """The Llama of a prepared directory with fused weights in transformers, over the very same mapped tensors."""
+    """The Llama of a prepared directory in transformers, its weights dequantised to float32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig.from_pretrained(model_dir)
-    queries, keys = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in load_file(model_dir / "weights.safetensors").items():
-        stem = name.removesuffix(".weight")
-        if stem.endswith("qkv_proj"):
-            parts = zip("qkv", tensor.split((queries, keys, keys)), strict=True)
-            tensors |= {f"{stem.removesuffix('qkv_proj')}{part}_proj.weight": rows for part, rows in parts}
-        elif stem.endswith("gate_up_proj"):
-            halves = zip(("gate", "up"), tensor.chunk(2), strict=True)
-            tensors |= {f"{stem.removesuffix('gate_up_proj')}{part}_proj.weight": rows for part, rows in halves}
-        else:
-            tensors[name] = tensor
+    source = open_weights(model_dir)
+    tensors = {name: source.read(name).float() for name in source.specs}
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     with torch.device("meta"):
         model = LlamaForCausalLM(config)

@@ -73,7 +73,7 @@ class AsyncEngine:
         await self._thread.start()
         runner = self._thread.engine.runner
         self.card, self.layout = runner.card, runner.layout
-        self.fingerprint = runner.layout.fingerprint(runner.card.weights_hash)
+        self.fingerprint = runner.layout.fingerprint(runner.weights_hash)
         self.max_model_len, self.num_blocks = runner.max_model_len, runner.num_blocks
         return self
 

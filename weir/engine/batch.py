@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
+
+from kernels.cpu.plan import PlannedBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,3 +99,7 @@ class Batch:
             logits_indices=tensor(np.array(logits, dtype=np.int64)),
             num_decodes=int((counts == 1).sum()),
         )
+
+
+AnyBatch: TypeAlias = Batch | PlannedBatch
+"""What a model computes now, or stands for every batch to come."""

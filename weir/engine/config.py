@@ -9,6 +9,7 @@ from weir.core.errors import ConfigError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
+QUANTIZATIONS = ("auto", "none", "int8", "int4")
 DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
 """Tokens of one step where none are set. On two CPU cores 256 keep a step of a small model under 1 s."""
 
@@ -20,14 +21,16 @@ class EngineConfig:
     Attributes:
         model_dir: a prepared model directory (`weir.engine.prepare`).
         dtype: of weights and activations; auto is float32 on a CPU, the checkpoint's own on CUDA.
-        kv_cache_dtype: auto is `dtype`.
+        kv_cache_dtype: auto is `dtype`, or float16 where weights are quantised.
         num_blocks: size of the KV pool; wins over `kv_cache_memory_bytes`.
         kv_cache_memory_bytes: memory of the KV pool; None is a share of what is free.
         gpu_memory_utilization: on CUDA, the share of the device's memory that weights, activations and KV may take.
         max_num_seqs: most sequences that run at once.
         max_num_batched_tokens: most tokens of one step; None is `DEFAULT_BATCHED_TOKENS` of the device.
         max_model_len: longest sequence, prompt and output together; None is the model's own.
-        num_threads: threads of one torch operation on a CPU; None leaves torch's own choice.
+        quantization: of weights on a CPU: auto keeps about the bits of the checkpoint, none makes them `dtype`.
+        num_threads: threads of a step on a CPU; None leaves it to torch.
+        kernel_cache_dir: where compiled CPU kernels are kept; None computes with torch alone.
 
     Raises:
         ConfigError: names the field, its value and the limit.
@@ -45,10 +48,17 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
+    quantization: str = "none"
     num_threads: int | None = None
+    kernel_cache_dir: Path | None = Path("~/.cache/weir/kernels")
 
     def __post_init__(self) -> None:
-        for name, allowed in (("dtype", DTYPES), ("kv_cache_dtype", DTYPES), ("device", DEVICES)):
+        for name, allowed in (
+            ("dtype", DTYPES),
+            ("kv_cache_dtype", DTYPES),
+            ("device", DEVICES),
+            ("quantization", QUANTIZATIONS),
+        ):
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}", param=name)

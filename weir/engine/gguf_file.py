@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ import gguf
 import numpy as np
 import torch
 
+from kernels.cpu.packed_matrix import RowSource
+from kernels.cpu.structs import SourceFormat
 from weir.core.errors import ModelLoadError
 
 _MAGIC = b"GGUF"
@@ -31,6 +34,12 @@ _PLAIN_DTYPES = {
     gguf.GGMLQuantizationType.F32: torch.float32,
     gguf.GGMLQuantizationType.F16: torch.float16,
     gguf.GGMLQuantizationType.BF16: torch.bfloat16,
+}
+_BLOCK_FORMATS = {
+    gguf.GGMLQuantizationType.Q8_0: SourceFormat.Q8_0,
+    gguf.GGMLQuantizationType.Q4_0: SourceFormat.Q4_0,
+    gguf.GGMLQuantizationType.Q4_1: SourceFormat.Q4_1,
+    gguf.GGMLQuantizationType.Q4_K: SourceFormat.Q4_K,
 }
 
 
@@ -90,6 +99,17 @@ class GgufFile:
             kind = tensor.quantization.name
             raise ModelLoadError(f"{self.path}: tensor {name} is packed as {kind}, which is not supported") from exc
         return torch.from_numpy(np.ascontiguousarray(dequantized, dtype=np.float32)).view(tensor.shape)
+
+    def rows(self, name: str) -> RowSource:
+        """A matrix's rows: as they lie in the file where the packed forms know their blocks, dequantised otherwise."""
+        tensor = self.tensors[name]
+        format = _BLOCK_FORMATS.get(tensor.quantization)
+        if format is None:
+            return RowSource.of_floats(self.read(name), is_quantized=tensor.quantization not in _PLAIN_DTYPES)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the mapped file cannot be written, and is not
+            raw = torch.frombuffer(self._map, dtype=torch.uint8, count=tensor.size_bytes, offset=tensor.offset)
+        return RowSource(raw.view(tensor.shape[0], -1), format, tensor.shape[1], is_quantized=True)
 
     def _read_header(self) -> None:
         if self._map[:4] != _MAGIC:
@@ -180,3 +200,6 @@ class GgufParts:
 
     def read(self, name: str) -> torch.Tensor:
         return self._owners[name].read(name)
+
+    def rows(self, name: str) -> RowSource:
+        return self._owners[name].rows(name)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kernels.cpu.packed_matrix import RowSource
 from weir.core.errors import ModelLoadError
 from weir.engine.gguf_file import GgufParts
 from weir.engine.gguf_parts import gguf_parts
@@ -81,7 +83,14 @@ class GgufCheckpoint:
 
     def read(self, name: str) -> torch.Tensor:
         stored = self._stored_names[name]
-        tensor = self.parts.read(stored)
+        return self._in_order(stored, self.parts.read(stored))
+
+    def rows(self, name: str) -> RowSource:
+        stored = self._stored_names[name]
+        rows = self.parts.rows(stored)
+        return replace(rows, data=self._in_order(stored, rows.data))
+
+    def _in_order(self, stored: str, tensor: torch.Tensor) -> torch.Tensor:
         match = _LAYER.match(stored)
         num_heads = self._interleaved_heads.get(match[2]) if match else None
         return tensor if num_heads is None else _deinterleave(tensor, num_heads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import time
@@ -9,6 +10,9 @@ from collections.abc import Callable
 
 import torch
 
+from kernels.cpu.library import LibraryError, load
+from kernels.cpu.plan import Plan, PlannedBatch
+from kernels.cpu.structs import Format
 from weir.core.errors import ConfigError
 from weir.core.kv_layout import KvLayout
 from weir.core.model_card import ModelCard
@@ -17,6 +21,7 @@ from weir.engine.config import EngineConfig
 from weir.engine.host_memory import available_bytes
 from weir.engine.models.decoder import Decoder
 from weir.engine.models.decoder_config import DecoderConfig
+from weir.engine.packed_weights import PackedWeights
 from weir.engine.paged_kv_cache import PagedKvCache
 from weir.engine.weights import Weights, open_weights
 
@@ -39,6 +44,7 @@ class ModelRunner:
 
     Attributes:
         card: the model as served.
+        weights_hash: names its weights as this runner computes with them.
         layout: of its KV blocks.
         num_blocks: blocks in the cache.
         max_model_len: longest sequence, in tokens.
@@ -58,18 +64,34 @@ class ModelRunner:
         self.max_model_len = _max_model_len(config, self.card)
         self._device = _device(config)
         dtype_name = _dtype_name(config, self._device)
+        library = _cpu_library(config) if self._device.type == "cpu" else None
+        source = open_weights(config.model_dir)
+        packed = None
+        self.weights_hash = self.card.weights_hash
+        if library is not None:
+            float_format = Format[dtype_name.upper()]
+            packed = PackedWeights(library, source, config.model_dir, config.quantization, float_format)
+        is_quantized = packed is not None and packed.is_quantized
+        if is_quantized:
+            self.weights_hash += f"/{config.quantization}"
+        kv_dtype = "float16" if is_quantized else dtype_name
         self.layout = KvLayout(
             num_layers=decoder_config.num_layers,
             num_kv_heads=decoder_config.num_kv_heads,
             head_dim=decoder_config.head_dim,
             block_size=config.block_size,
-            kv_dtype=dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+            kv_dtype=kv_dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         )
-        weights = Weights(open_weights(config.model_dir), getattr(torch, dtype_name), self._device)
+        weights = Weights(source, getattr(torch, dtype_name), self._device, packed)
         with torch.inference_mode():
             self._model = Decoder(decoder_config, weights, self.max_model_len, self._device)
         self.num_blocks = self._choose_num_blocks(config, free_memory)
         self.cache = PagedKvCache(self.layout, self.num_blocks, self._device)
+        self._plan: Plan | None = None
+        if library is not None:
+            self._plan = Plan(library, max_tokens=config.token_budget(), max_logits=config.token_budget())
+            self._model(PlannedBatch(self._plan), self.cache)
+            self._plan.prepare(self.cache.tensor, config.num_threads or torch.get_num_threads())
         logger.info(
             "model loaded",
             extra={
@@ -82,9 +104,13 @@ class ModelRunner:
         )
 
     def execute(self, batch: Batch) -> torch.Tensor:
-        """Compute `batch`, writing its KV: float32 logits [num_logits, vocab_size]; the caller owns them."""
+        """Compute `batch`, writing its KV: float32 logits [num_logits, vocab_size], valid until the next call."""
         with torch.inference_mode():
-            return self._model(batch, self.cache)
+            if self._plan is not None:
+                return self._plan.run(batch)
+            logits = self._model(batch, self.cache)
+            assert isinstance(logits, torch.Tensor)
+            return logits.float()
 
     def warm_up(self) -> None:
         """Touch every weight once, so that the first request finds them in memory. Only before any block is in use."""
@@ -132,6 +158,16 @@ class ModelRunner:
         total_bytes = torch.cuda.mem_get_info(self._device)[1]
         peak_bytes = torch.cuda.max_memory_allocated(self._device) + logits_bytes
         return max(0, int(total_bytes * config.gpu_memory_utilization) - peak_bytes)
+
+
+def _cpu_library(config: EngineConfig) -> ctypes.CDLL | None:
+    if config.kernel_cache_dir is None:
+        return None
+    try:
+        return load(config.kernel_cache_dir.expanduser())
+    except (LibraryError, OSError) as exc:
+        logger.warning("the CPU kernels are not used, which is several times slower: %s", exc)
+        return None
 
 
 def _max_model_len(config: EngineConfig, card: ModelCard) -> int:

@@ -45,7 +45,10 @@ class PagedKvCache:
         dtype: torch.dtype = getattr(torch, layout.kv_dtype)
         self._bytes: memoryview | None = None
         if device.type == "cpu":
-            self._bytes = memoryview(mmap.mmap(-1, num_blocks * layout.block_bytes))
+            mapping = mmap.mmap(-1, num_blocks * layout.block_bytes)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                mapping.madvise(mmap.MADV_HUGEPAGE)  # a head's tile is a page of 4 KiB, far from the next one
+            self._bytes = memoryview(mapping)
             self.tensor = torch.frombuffer(self._bytes, dtype=dtype).view(shape)
         else:
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)

@@ -11,8 +11,8 @@ there whole or not at all.
 
 The directory has `weir_model.json` (`weir.core.model_card.ModelCard`), `config.json`, `tokenizer.json`,
 `tokenizer_config.json` (with bos, eos, unk and pad tokens, add_bos_token and chat_template), `generation_config.json`
-and `weir_weights.json`. GGUF weights of up to 4 GiB are dequantised into `weights.safetensors`, fused as the model
-reads them, so that a worker maps them in place of converting them.
+and `weir_weights.json`. GGUF files of up to 4 GiB are copied into it; other weights stay where they are. Workers add
+`packed-*.safetensors`, the same weights in the order of the CPU kernels.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from weir.engine.weight_manifest import WeightManifest
 
 DEFAULT_HOME = Path("~/.cache/weir")
 SOURCE_FILE = "weir_source.json"
-_FORMAT = 1
+_FORMAT = 2
 
 
 def prepare(
@@ -76,10 +76,10 @@ def prepare(
             staged = Path(scratch) / "prepared"
             staged.mkdir()
             # Imported here, so that finding a model prepared takes 0.1 s and not torch's 3 s.
-            from weir.engine.prepared_model import MAX_FUSED_BYTES, write_prepared
+            from weir.engine.prepared_model import MAX_COPIED_BYTES, write_prepared
 
-            limit = math.inf if parsed.is_temporary else MAX_FUSED_BYTES
-            write_prepared(path, staged, name, progress=progress, max_fused_bytes=limit)
+            limit = math.inf if parsed.is_temporary else MAX_COPIED_BYTES
+            write_prepared(path, staged, name, progress=progress, max_copied_bytes=limit)
             (staged / SOURCE_FILE).write_text(stamp)
             _replace(output, staged, Path(scratch) / "replaced")
     progress(f"prepared {name} in {output}")

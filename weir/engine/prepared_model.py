@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,10 @@ from weir.engine.model_source import Progress
 from weir.engine.models.decoder import Decoder
 from weir.engine.models.decoder_config import DecoderConfig
 from weir.engine.weight_manifest import MANIFEST_FILE, WeightFile, WeightManifest
-from weir.engine.weights import Weights, write_fused
+from weir.engine.weights import Weights
 
-FUSED_FILE = "weights.safetensors"
-MAX_FUSED_BYTES = 4 << 30
-"""GGUF weights that take more in float32 stay where they are and are dequantised at every start."""
+MAX_COPIED_BYTES = 4 << 30
+"""GGUF files of more together stay where they are."""
 
 
 def write_prepared(
@@ -29,7 +30,7 @@ def write_prepared(
     name: str,
     *,
     progress: Progress = lambda line: None,
-    max_fused_bytes: float = MAX_FUSED_BYTES,
+    max_copied_bytes: float = MAX_COPIED_BYTES,
 ) -> None:
     """Write every file of a prepared directory.
 
@@ -38,7 +39,7 @@ def write_prepared(
         staged: the directory to fill; exists and is empty.
         name: what clients call the model.
         progress: told in one line what is going on.
-        max_fused_bytes: GGUF weights that take more in float32 are pointed at and not written.
+        max_copied_bytes: GGUF files of more together are pointed at and not copied.
 
     Raises:
         ModelLoadError: the model is broken; names the file or the tensor.
@@ -62,11 +63,10 @@ def write_prepared(
         files=source_files,
         source_files=source_files,
     )
-    if files.weight_format == "gguf" and 4 * weights.num_parameters <= max_fused_bytes:
-        progress(f"writing {weights.num_parameters / 1e6:.0f} million parameters")
-        write_fused(staged / FUSED_FILE, files.weights, weights.taken)
-        fused = WeightFile.measure(staged / FUSED_FILE)
-        manifest = WeightManifest(format="safetensors", directory=".", files=(fused,), source_files=source_files)
+    if files.weight_format == "gguf" and sum(file.size_bytes for file in source_files) <= max_copied_bytes:
+        for file in files.weight_paths:
+            shutil.copyfile(file, staged / file.name)
+        manifest = replace(manifest, directory=".")
     (staged / MANIFEST_FILE).write_text(manifest.to_json())
     bos_token_id = files.token_id("bos_token")
     card = ModelCard(

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from kernels.cpu.packed_matrix import RowSource
 from weir.core.errors import ModelLoadError
 
 INDEX_FILE = "model.safetensors.index.json"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_BYTES = {"U8": torch.uint8}
+_DTYPE_NAMES = {dtype: name for name, dtype in (_DTYPES | _BYTES).items()}
 _HEADER_ALIGNMENT = 64
 
 
@@ -45,12 +47,13 @@ class SafetensorsCheckpoint:
 
     Args:
         files: every file of the checkpoint; each is opened and its header checked against its length.
+        is_packed: tensors are bytes.
 
     Raises:
         ModelLoadError: a file is missing, cut short or no safetensors file, or two files have the same tensor.
     """
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[Path], *, is_packed: bool = False) -> None:
         self._files: dict[str, tuple[Path, Any]] = {}
         self._specs: dict[str, TensorSpec] = {}
         for path in files:
@@ -59,7 +62,7 @@ class SafetensorsCheckpoint:
                 if name in self._files:
                     raise ModelLoadError(f"{path}: tensor {name} is also in {self._files[name][0]}")
                 self._files[name] = (path, handle)
-                self._specs[name] = _spec(path, name, handle)
+                self._specs[name] = _spec(path, name, handle, _BYTES if is_packed else _DTYPES)
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -76,6 +79,9 @@ class SafetensorsCheckpoint:
         except (SafetensorError, ValueError, RuntimeError) as exc:
             raise ModelLoadError(f"{path}: tensor {name} cannot be read: {exc}") from exc
         return tensor
+
+    def rows(self, name: str) -> RowSource:
+        return RowSource.of_floats(self.read(name))
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
@@ -149,9 +155,9 @@ def _open(path: Path) -> Any:
         raise ModelLoadError(f"{path}: not a whole safetensors file: {exc}") from exc
 
 
-def _spec(path: Path, name: str, handle: Any) -> TensorSpec:
+def _spec(path: Path, name: str, handle: Any, dtypes: Mapping[str, torch.dtype]) -> TensorSpec:
     header = handle.get_slice(name)
-    dtype = _DTYPES.get(header.get_dtype())
+    dtype = dtypes.get(header.get_dtype())
     if dtype is None:
-        raise ModelLoadError(f"{path}: tensor {name} is {header.get_dtype()}; supported are {', '.join(_DTYPES)}")
+        raise ModelLoadError(f"{path}: tensor {name} is {header.get_dtype()}; supported are {', '.join(dtypes)}")
     return TensorSpec(name=name, dtype=dtype, shape=tuple(header.get_shape()))

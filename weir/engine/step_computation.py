@@ -29,6 +29,7 @@ class Runner(Protocol):
     """What the engine needs of a model: `weir.engine.model_runner.ModelRunner`, or a fake without weights."""
 
     card: ModelCard
+    weights_hash: str
     layout: KvLayout
     num_blocks: int
     max_model_len: int

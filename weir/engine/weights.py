@@ -1,20 +1,20 @@
 """From a checkpoint on disk to the tensors of a model, one at a time, each checked against what the model expects.
 
-Tensors already in the wanted dtype stay views of the mapped file, which two workers of one machine then share: of the
-540 MB of SmolLM2 in float32 a second worker adds none.
+Tensors already in the wanted dtype stay views of the mapped file, which two workers of one machine then share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from kernels.cpu.packed_matrix import PackedMatrix, RowSource
 from weir.core.errors import ModelLoadError
-from weir.engine.safetensors_file import SafetensorsCheckpoint, TensorSpec, write_safetensors
+from weir.engine.safetensors_file import SafetensorsCheckpoint, TensorSpec
 from weir.engine.weight_manifest import WeightManifest
 
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
@@ -32,6 +32,9 @@ class TensorSource(Protocol):
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor on the CPU in the dtype it is stored in; treat it as read-only."""
+
+    def rows(self, name: str) -> RowSource:
+        """A matrix's rows as they are stored, where the packed forms know that format, or else as `read` gives them."""
 
 
 def open_weights(model_dir: Path) -> TensorSource:
@@ -51,11 +54,18 @@ def open_weights(model_dir: Path) -> TensorSource:
 
 @dataclass(frozen=True, slots=True)
 class TakenTensor:
-    """One tensor that a model took: stored as `name`, or made of `parts` one below the other."""
+    """One tensor that a model took: stored as `name`, or made of `parts` one below the other.
+
+    Attributes:
+        is_matrix: rows are multiplied by it.
+        is_gated: a matrix whose first half of outputs gates the second.
+    """
 
     name: str
     parts: tuple[str, ...]
     shape: tuple[int, ...]
+    is_matrix: bool = False
+    is_gated: bool = False
 
 
 class Weights:
@@ -65,13 +75,21 @@ class Weights:
         source: the checkpoint.
         dtype: of every tensor handed out.
         device: where they go; on "meta" everything is checked and no data is read.
+        packed: gives matrices in another form; None leaves them tensors.
 
     Attributes:
         taken: every tensor handed out, in that order.
     """
 
-    def __init__(self, source: TensorSource, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        source: TensorSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        packed: Callable[[TakenTensor], PackedMatrix] | None = None,
+    ) -> None:
         self._source = source
+        self._packed = packed
         self._specs = source.specs
         self._dtype = dtype
         self._device = device
@@ -92,6 +110,26 @@ class Weights:
         if self._device.type == "meta":
             return torch.empty(shape, dtype=self._dtype, device=self._device)
         return self._source.read(name).to(device=self._device, dtype=self._dtype)
+
+    def take_matrix(self, name: str, num_outputs: int, num_inputs: int) -> torch.Tensor | PackedMatrix:
+        """The tensor `name` as something that rows are multiplied by. Raises as `take`."""
+        return self.take_stacked_matrix(name, (name,), (num_outputs,), num_inputs)
+
+    def take_stacked_matrix(
+        self, name: str, parts: Sequence[str], num_outputs: Sequence[int], num_inputs: int, *, is_gated: bool = False
+    ) -> torch.Tensor | PackedMatrix:
+        """As `take_stacked`, as something that rows are multiplied by."""
+        if self._packed is None:
+            matrix = self.take_stacked(name, parts, num_outputs, num_inputs)
+            self.taken[-1] = replace(self.taken[-1], is_matrix=True, is_gated=is_gated)
+            return matrix
+        if name in self._specs:
+            parts, num_outputs = (name,), (sum(num_outputs),)
+        for part, num_rows in zip(parts, num_outputs, strict=True):
+            self._check(part, (num_rows, num_inputs))
+        taken = TakenTensor(name, tuple(parts), (sum(num_outputs), num_inputs), is_matrix=True, is_gated=is_gated)
+        self.taken.append(taken)
+        return self._packed(taken)
 
     def take_stacked(self, name: str, parts: Sequence[str], rows: Sequence[int], *inner: int) -> torch.Tensor:
         """One tensor [sum(rows), *inner] from its parts one below the other, or as a whole where it is stored as such.
@@ -131,19 +169,3 @@ class Weights:
             raise ModelLoadError(
                 f"{self._source.location(name)}: tensor {name} has shape {found}, the model needs {needed}"
             )
-
-
-def write_fused(path: Path, source: TensorSource, taken: Sequence[TakenTensor]) -> None:
-    """Write what a model took from `source` as one safetensors file, stacked tensors as one, in the order of use."""
-    parts = {tensor.name: tensor.parts for tensor in taken}
-    specs = []
-    for tensor in taken:
-        dtype = source.specs[tensor.parts[0]].dtype
-        for part in tensor.parts[1:]:
-            dtype = torch.promote_types(dtype, source.specs[part].dtype)
-        specs.append(TensorSpec(name=tensor.name, dtype=dtype, shape=tensor.shape))
-
-    def produce(spec: TensorSpec) -> torch.Tensor:
-        return torch.cat([source.read(part).to(spec.dtype) for part in parts[spec.name]])
-
-    write_safetensors(path, specs, produce)

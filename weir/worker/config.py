@@ -10,7 +10,7 @@ from pathlib import Path
 
 from weir.core.errors import ConfigError
 from weir.core.redis_url import RedisUrl
-from weir.engine.config import DEVICES, DTYPES, EngineConfig
+from weir.engine.config import DEVICES, DTYPES, QUANTIZATIONS, EngineConfig
 from weir.runtime.config import setting
 from weir.runtime.logs import FORMATS, LEVELS
 
@@ -62,7 +62,15 @@ class WorkerConfig:
     )
     max_model_len: int | None = setting(None, help="longest sequence; none takes the model's own", minimum=1)
     enable_prefix_caching: bool = setting(True, help="keep finished blocks and reuse them")
+    quantization: str = setting(
+        "none",
+        help="weights on a CPU: none as dtype, auto with the checkpoint's bits, int8, or int4 where it has four",
+        choices=QUANTIZATIONS,
+    )
     num_threads: int | None = setting(None, help="compute threads; none leaves the number to torch", minimum=1)
+    kernel_cache_dir: Path = setting(
+        Path("~/.cache/weir/kernels"), help="where the CPU kernels are kept that the first start compiles"
+    )
     tensor_parallel_size: int = setting(1, help="GPUs of one worker; only 1 is supported", minimum=1)
 
     max_queued_requests: int = setting(512, help="requests that may wait here; more are refused", minimum=1)
@@ -109,5 +117,7 @@ class WorkerConfig:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             enable_prefix_caching=self.enable_prefix_caching,
+            quantization=self.quantization,
             num_threads=self.num_threads,
+            kernel_cache_dir=self.kernel_cache_dir.expanduser(),
         )

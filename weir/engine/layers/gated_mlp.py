@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
-from kernels.silu_and_mul import silu_and_mul
+from kernels.cpu.plan import AnyRows
 from weir.engine.layers.linear import Linear
 from weir.engine.models.decoder_config import DecoderConfig
 from weir.engine.weights import Weights
@@ -22,9 +20,10 @@ class GatedMlp:
             [size, size],
             hidden_size,
             has_bias=config.mlp_bias,
+            is_gated=True,
         )
         self._down = Linear.load(weights, f"{name}.down_proj", hidden_size, size, has_bias=config.mlp_bias)
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Rows [num_tokens, hidden_size] to the same shape."""
-        return self._down(silu_and_mul(self._gate_up(hidden)))
+    def __call__(self, hidden: AnyRows, residual: AnyRows) -> AnyRows:
+        """Rows [num_tokens, hidden_size] to the same shape, plus `residual`."""
+        return self._down(self._gate_up(hidden), residual)

@@ -5,31 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as functional
 
+from kernels.cpu.packed_matrix import PackedMatrix
+from kernels.cpu.plan import AnyRows
+from kernels.linear import linear
 from weir.engine.weights import Weights
-
-_MAX_FLIPPED_ROWS = 128
-"""Up to so many rows the CPU's float32 product is faster with the weight on the left: 2.2 x for 8 to 32 rows of a head
-of 49,152, 1.5 x for a gate and up projection of 3,072, never slower."""
 
 
 class Linear:
-    """`rows @ weight.T + bias`.
+    """`rows @ weight.T + bias`, gated where it is.
 
     Args:
-        weight: [out_features, in_features].
-        bias: [out_features].
+        weight: [num_outputs, num_inputs].
+        bias: [num_outputs].
+        is_gated: the first half of the outputs gates the second.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, weight: torch.Tensor | PackedMatrix, bias: torch.Tensor | None = None, *, is_gated: bool = False
+    ) -> None:
         self.weight = weight
         self.bias = bias
+        self._is_gated = is_gated
 
     @classmethod
     def load(cls, weights: Weights, name: str, num_outputs: int, num_inputs: int, *, has_bias: bool = False) -> Linear:
         """Take `name.weight` and, where the model has one, `name.bias`."""
-        weight = weights.take(f"{name}.weight", num_outputs, num_inputs)
+        weight = weights.take_matrix(f"{name}.weight", num_outputs, num_inputs)
         return cls(weight, weights.take(f"{name}.bias", num_outputs) if has_bias else None)
 
     @classmethod
@@ -42,18 +44,15 @@ class Linear:
         num_inputs: int,
         *,
         has_bias: bool = False,
+        is_gated: bool = False,
     ) -> Linear:
         """Take several projections of the same rows as one, so that they are read in one product."""
         part_weights = [f"{part}.weight" for part in parts]
-        weight = weights.take_stacked(f"{name}.weight", part_weights, num_outputs, num_inputs)
-        if not has_bias:
-            return cls(weight)
+        weight = weights.take_stacked_matrix(f"{name}.weight", part_weights, num_outputs, num_inputs, is_gated=is_gated)
         part_biases = [f"{part}.bias" for part in parts]
-        return cls(weight, weights.take_stacked(f"{name}.bias", part_biases, num_outputs))
+        bias = weights.take_stacked(f"{name}.bias", part_biases, num_outputs) if has_bias else None
+        return cls(weight, bias, is_gated=is_gated)
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows [num_rows, in_features] to [num_rows, out_features]."""
-        if rows.device.type == "cpu" and rows.dtype == torch.float32 and 2 <= len(rows) <= _MAX_FLIPPED_ROWS:
-            product = torch.mm(self.weight, rows.t()).t().contiguous()
-            return product if self.bias is None else product.add_(self.bias)
-        return functional.linear(rows, self.weight, self.bias)
+    def __call__(self, rows: AnyRows, residual: AnyRows | None = None) -> AnyRows:
+        """Rows [num_rows, num_inputs] to [num_rows, num_outputs], half as many where gated; plus `residual`."""
+        return linear(rows, self.weight, self.bias, residual, is_gated=self._is_gated)

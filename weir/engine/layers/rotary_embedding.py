@@ -24,18 +24,17 @@ class RotaryEmbedding:
     Args:
         config: the scaling.
         num_positions: positions 0 to num_positions - 1 get a row.
-        device: where the table lives; it is float32.
+        device: where the table lives.
+
+    Attributes:
+        cos_sin: [num_positions, rotary_dim] float32, cosines then sines.
     """
 
     def __init__(self, config: RopeConfig, num_positions: int, device: torch.device) -> None:
         positions = torch.arange(num_positions, dtype=torch.float32)
         angles = positions[:, None] * inverse_frequencies(config, num_positions)
         scale = attention_factor(config)
-        self._cos_sin = torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1).to(device)
-
-    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
-        """Rows of `positions` [num_tokens] int64: [num_tokens, rotary_dim] float32, cosines then sines."""
-        return self._cos_sin[positions]
+        self.cos_sin = torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1).to(device)
 
 
 def attention_factor(config: RopeConfig) -> float:

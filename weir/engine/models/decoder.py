@@ -8,9 +8,10 @@ Source: Touvron et al. 2023, Llama 2; Jiang et al. 2023, Mistral 7B; Yang et al.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as functional
 
-from weir.engine.batch import Batch
+from kernels.cpu.plan import AnyRows
+from kernels.embedding import embedding
+from weir.engine.batch import AnyBatch
 from weir.engine.layers.attention import Attention
 from weir.engine.layers.gated_mlp import GatedMlp
 from weir.engine.layers.linear import Linear
@@ -39,24 +40,23 @@ class Decoder:
 
     def __init__(self, config: DecoderConfig, weights: Weights, max_model_len: int, device: torch.device) -> None:
         self.config = config
-        self._embedding = weights.take(_EMBEDDING, config.vocab_size, config.hidden_size)
+        self._embedding = weights.take_matrix(_EMBEDDING, config.vocab_size, config.hidden_size)
         self._layers = [_DecoderLayer(weights, config, index) for index in range(config.num_layers)]
         self._norm = RmsNorm(weights, "model.norm", config.hidden_size, config.rms_norm_eps)
         if config.is_tied:
             self._head = Linear(self._embedding)
         else:
-            self._head = Linear(weights.take(_HEAD, config.vocab_size, config.hidden_size))
+            self._head = Linear(weights.take_matrix(_HEAD, config.vocab_size, config.hidden_size))
         self._rotary = RotaryEmbedding(config.rope, max_model_len, device)
         weights.finish(allow_unused=(_HEAD,) if config.is_tied else ())
 
-    def __call__(self, batch: Batch, cache: PagedKvCache) -> torch.Tensor:
-        """Compute the batch, writing its KV into `cache`: float32 logits [num_logits, vocab_size]."""
-        hidden = functional.embedding(batch.input_ids, self._embedding)
-        cos_sin = self._rotary(batch.positions)
+    def __call__(self, batch: AnyBatch, cache: PagedKvCache) -> AnyRows:
+        """Compute the batch, writing its KV into `cache`: logits [num_logits, vocab_size]."""
+        hidden = embedding(batch.input_ids, self._embedding)
+        cos_sin = self._rotary.cos_sin
         for index, layer in enumerate(self._layers):
             hidden = layer(hidden, cos_sin, batch, cache.layer(index))
-        rows = self._norm(hidden[batch.logits_indices])
-        return self._head(rows).float()
+        return self._head(self._norm(hidden, batch.logits_indices))
 
 
 class _DecoderLayer:
@@ -69,6 +69,6 @@ class _DecoderLayer:
         self._post_norm = RmsNorm(weights, f"{name}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
         self._mlp = GatedMlp(weights, f"{name}.mlp", config)
 
-    def __call__(self, hidden: torch.Tensor, cos_sin: torch.Tensor, batch: Batch, cache: LayerCache) -> torch.Tensor:
-        hidden = hidden + self._attention(self._input_norm(hidden), cos_sin, batch, cache)
-        return hidden + self._mlp(self._post_norm(hidden))
+    def __call__(self, hidden: AnyRows, cos_sin: torch.Tensor, batch: AnyBatch, cache: LayerCache) -> AnyRows:
+        hidden = self._attention(self._input_norm(hidden), hidden, cos_sin, batch, cache)
+        return self._mlp(self._post_norm(hidden), hidden)
