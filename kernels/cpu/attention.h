@@ -55,11 +55,11 @@ INLINE void accumulate(const AttentionScratch& s, int r, int d, int size, int fi
   }
   for (int token = first; token < end; token++) {
     const float* const values = s.values[token] + d;
-    Vec value[V];
-    UNROLL for (int v = 0; v < V; v++) value[v] = load(values + v * LANES);
-    UNROLL for (int i = 0; i < R; i++) {
-      const Vec weight = splat(scores[i * TILE + token]);
-      UNROLL for (int v = 0; v < V; v++) sums[i][v] += weight * value[v];
+    Vec weight[R];  // with one value at a time, 3 rows of 4 vectors fill 16 registers
+    UNROLL for (int i = 0; i < R; i++) weight[i] = splat(scores[i * TILE + token]);
+    UNROLL for (int v = 0; v < V; v++) {
+      const Vec value = load(values + v * LANES);
+      UNROLL for (int i = 0; i < R; i++) sums[i][v] += weight[i] * value;
     }
   }
   UNROLL for (int i = 0; i < R; i++) {
@@ -194,8 +194,8 @@ inline void attend(const Op& op, const Cache& cache, const Batch& batch, int seq
     for (int t = count; t < ceil_div(count, 4) * 4; t++) s.keys[t] = s.keys[count - 1];
     int r = 0;
     const int skipped = (first_seen > start ? first_seen - start : 0) / 4 * 4;
-    for (; r + 2 <= num_rows; r += 2) {
-      for (int t = skipped; t < count; t += 4) score<2>(s, r, t, size);
+    for (; r + 3 <= num_rows; r += 3) {
+      for (int t = skipped; t < count; t += 4) score<3>(s, r, t, size);
     }
     for (; r < num_rows; r++) {
       for (int t = skipped; t < count; t += 4) score<1>(s, r, t, size);
