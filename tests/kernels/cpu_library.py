@@ -17,12 +17,13 @@ from kernels.cpu.structs import Format
 from kernels.embedding import embedding_cpu
 from kernels.linear import linear_cpu
 
+CACHE_DIR = Path(tempfile.gettempdir()) / "weir-test-kernels"
 SETS = [each.name for each in supported_sets()]
 
 
 @cache
 def library(instruction_set: str) -> ctypes.CDLL:
-    return load(Path(tempfile.gettempdir()) / "weir-test-kernels", instruction_set)
+    return load(CACHE_DIR, instruction_set)
 
 
 def batch_of(num_tokens: int, num_logits: int = 0) -> SimpleNamespace:
