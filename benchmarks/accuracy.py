@@ -29,7 +29,7 @@ WAYS: dict[str, dict[str, str]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"quantization": "int8"},
     "auto": {"quantization": "auto"},
-    "auto, float16 KV": {"quantization": "auto", "kv_cache_dtype": "float16"},
+    "auto, float32 KV": {"quantization": "auto", "kv_cache_dtype": "float32"},
 }
 
 

@@ -232,8 +232,9 @@ def _page(
         "# The default model on a small CPU machine",
         "",
         f"`python -m benchmarks.default_model` on {date.today().isoformat()}: {_machine()}. SmolLM2-135M-Instruct "
-        f"(Q4_1 file, computed in fp32), {PROMPT_TOKENS} tokens in, {OUTPUT_TOKENS} out, one prefill and one decode "
-        f"worker, over HTTP. Medians of {len(loads[1])} interleaved repetitions, lowest and highest in brackets; the "
+        f"(a Q4_1 file: Weir computes with its four and eight bits, transformers in fp32), {PROMPT_TOKENS} tokens in, "
+        f"{OUTPUT_TOKENS} out, one prefill and one decode worker, over HTTP. "
+        f"Medians of {len(loads[1])} interleaved repetitions, lowest and highest in brackets; the "
         "machine is shared, so ratios say more than figures.",
         "",
         "| streams | Weir tok/s | Weir TTFT p50 / max, s | transformers one by one, tok/s | transformers in one batch, "

@@ -63,7 +63,7 @@ class WorkerConfig:
     max_model_len: int | None = setting(None, help="longest sequence; none takes the model's own", minimum=1)
     enable_prefix_caching: bool = setting(True, help="keep finished blocks and reuse them")
     quantization: str = setting(
-        "none",
+        "auto",
         help="weights on a CPU: none as dtype, auto with the checkpoint's bits, int8, or int4 where it has four",
         choices=QUANTIZATIONS,
     )
