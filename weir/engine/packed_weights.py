@@ -15,16 +15,14 @@ from pathlib import Path
 import torch
 
 from kernels.cpu.library import LAYOUT
-from kernels.cpu.packed_matrix import GROUP, PackedMatrix, RowSource, pack_panels, packed_shape
-from kernels.cpu.structs import Format, SourceFormat
+from kernels.cpu.packed_matrix import FOUR_BIT, GROUP, PackedMatrix, RowSource, pack_panels, packed_shape
+from kernels.cpu.structs import Format
 from weir.engine.models.decoder import Decoder
 from weir.engine.models.decoder_config import DecoderConfig
 from weir.engine.safetensors_file import SafetensorsCheckpoint, TensorSpec, write_safetensors
 from weir.engine.weights import TakenTensor, TensorSource, Weights
 
 logger = logging.getLogger(__name__)
-
-_FOUR_BIT = frozenset({SourceFormat.Q4_0, SourceFormat.Q4_1, SourceFormat.Q4_K})
 
 
 def choose_format(quantization: str, float_format: Format, rows: list[RowSource]) -> Format:
@@ -37,7 +35,7 @@ def choose_format(quantization: str, float_format: Format, rows: list[RowSource]
     is_quantized = all(part.is_quantized for part in rows)
     if quantization == "none" or rows[0].num_inputs % GROUP or (quantization == "auto" and not is_quantized):
         return float_format
-    if quantization != "int8" and all(part.format in _FOUR_BIT for part in rows):
+    if quantization != "int8" and all(part.format in FOUR_BIT for part in rows):
         return Format.INT4
     return Format.INT8
 
