@@ -10,9 +10,12 @@ import torch
 
 from tests.fakes.gguf_model import write_tiny_gguf
 from tests.fakes.reference_model import Conversation
+from tests.kernels.cpu_library import needs_compiler
 from weir.engine.config import EngineConfig
 from weir.engine.model_runner import ModelRunner
 from weir.engine.prepare import prepare
+
+pytestmark = needs_compiler
 
 SEQUENCES = [[3 + (7 * length + 11 * index) % 380 for index in range(length)] for length in (150, 70, 33, 2)]
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}

@@ -11,7 +11,7 @@ import pytest
 
 from kernels.cpu import library
 from kernels.cpu.library import INSTRUCTION_SETS, InstructionSet, LibraryError, load, main, supported_sets
-from tests.kernels.cpu_library import CACHE_DIR
+from tests.kernels.cpu_library import CACHE_DIR, needs_compiler
 
 BEST = supported_sets()[0]
 
@@ -32,6 +32,7 @@ def built(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
+@needs_compiler
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS, ids=lambda each: each.name)
 def test_every_instruction_set_of_this_kind_of_machine_compiles(instruction_set: InstructionSet) -> None:
     if instruction_set.machine != BEST.machine:
@@ -42,6 +43,7 @@ def test_every_instruction_set_of_this_kind_of_machine_compiles(instruction_set:
     assert done.returncode == 0, done.stderr
 
 
+@needs_compiler
 def test_a_library_that_is_there_is_not_compiled_again(built: Path) -> None:
     (found,) = built.glob("*.so")
     before = found.stat()
@@ -49,6 +51,7 @@ def test_a_library_that_is_there_is_not_compiled_again(built: Path) -> None:
     assert [path.stat().st_mtime_ns for path in built.glob("*.so")] == [before.st_mtime_ns]
 
 
+@needs_compiler
 def test_without_a_compiler_a_library_that_another_made_serves(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", os.devnull)
     assert Path(load(built)._name).parent == built
