@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gguf
+import numpy as np
 import pytest
 import torch
 
@@ -54,3 +56,27 @@ def test_linear_equals_plain_torch(instruction_set: str, format: Format, num_row
     expected = linear_reference(*doubles, is_gated=is_gated)
     error = (output - expected).square().mean().sqrt() / expected.square().mean().sqrt()
     assert error < 1e-5
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q4_K"])
+@pytest.mark.parametrize("instruction_set", SETS[:1])
+def test_blocks_of_gguf_files_stand_for_what_the_gguf_package_says(instruction_set: str, name: str) -> None:
+    """A scale that is a product of two numbers, as in Q4_K, is rounded to a half float."""
+    kind = gguf.GGMLQuantizationType[name]
+    block_elements, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    num_inputs = 256
+    raw = np.random.default_rng(0).integers(0, 256, (20, num_inputs // block_elements * block_bytes), dtype=np.uint8)
+    scales = raw.reshape(20, -1, block_bytes)[..., : 4 if name in ("Q4_1", "Q4_K") else 2].copy()
+    scales.view(np.float16)[:] = np.random.default_rng(1).normal(size=scales.view(np.float16).shape) / 50
+    raw.reshape(20, -1, block_bytes)[..., : scales.shape[-1]] = scales
+    source = RowSource(torch.from_numpy(raw), SourceFormat[name], num_inputs, is_quantized=True)
+    format = Format.INT8 if name == "Q8_0" else Format.INT4
+
+    matrix = PackedMatrix.pack(library(instruction_set), format, [source])
+
+    expected = torch.from_numpy(gguf.dequantize(raw, kind))
+    assert matrix.unpacked().shape == expected.shape
+    if name == "Q4_K":
+        assert (matrix.unpacked() - expected).abs().max() < 1e-3 * expected.abs().max()
+    else:
+        assert (matrix.unpacked() - expected).abs().max() < 1e-6 * expected.abs().max()
