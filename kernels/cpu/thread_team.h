@@ -49,9 +49,9 @@ class ThreadTeam {
     const uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
     for (int index = 0; index < num_phases; index++) {
       Phase& phase = phases_[index];
-      phase.num_chunks.store(work.num_chunks(index), std::memory_order_relaxed);
+      phase.next.store(static_cast<uint64_t>(epoch) << 32, std::memory_order_relaxed);  // first: it shuts out who is late
+      phase.num_chunks.store(work.num_chunks(index), std::memory_order_release);
       phase.num_done.store(0, std::memory_order_relaxed);
-      phase.next.store(static_cast<uint64_t>(epoch) << 32, std::memory_order_release);
     }
     num_phases_.store(num_phases, std::memory_order_relaxed);
     work_.store(&work, std::memory_order_relaxed);
@@ -90,7 +90,7 @@ class ThreadTeam {
     for (int index = 0; index < num_phases; index++) {
       Phase& phase = phases_[index];
       uint64_t next = phase.next.load(std::memory_order_acquire);
-      const int32_t num_chunks = phase.num_chunks.load(std::memory_order_relaxed);
+      const int32_t num_chunks = phase.num_chunks.load(std::memory_order_acquire);  // a later step's comes with its epoch
       for (;;) {
         if (next >> 32 != epoch) return;
         if (static_cast<int32_t>(next) >= num_chunks) break;
