@@ -4,8 +4,7 @@
 
 Every way of storing weights takes its turn in each repetition, so that what the machine does beside it hits all alike.
 A decode step has 1, 8 or 32 sequences of 256 tokens of context; a prefill is one prompt of 512 or 1,500 tokens in one
-step. Shares are of bytes read (weights and KV of the step) and of multiply-adds, both over what `peaks.cpp` reaches in
-the same repetition with as many threads.
+step. What `peaks.cpp` reaches with as many threads, in bytes read and in multiply-adds, is measured in each repetition.
 """
 
 from __future__ import annotations

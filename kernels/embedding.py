@@ -19,7 +19,7 @@ def embedding_reference(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.
 
 
 def embedding_cpu(token_ids: PlannedTensor, weight: PackedMatrix) -> PlannedRows:
-    """Planned: `kernels/cpu/embedding.h`; the ids are a step's."""
+    """Planned: `unpack_row` in `kernels/cpu/pack.h`; the ids are a step's."""
     return token_ids.plan.add(Kind.EMBEDDING, token_ids.plan.rows(weight.num_inputs), matrix=weight)
 
 

@@ -8,32 +8,17 @@ Source: see `decode_attention` and `prefill_attention`.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
-from kernels.cpu.plan import AnyRows, PlannedBatch, PlannedRows
+from kernels.cpu.plan import AnyRows, PlannedBatch, PlannedRows, StepBatch
 from kernels.cpu.structs import Kind
 from kernels.decode_attention import decode_attention
 from kernels.prefill_attention import prefill_attention
 
 
-class RaggedBatch(Protocol):
-    """Which rows are whose; `num_decodes` leading sequences have one row."""
-
-    @property
-    def cu_seqlens_q(self) -> torch.Tensor: ...
-    @property
-    def seq_lens(self) -> torch.Tensor: ...
-    @property
-    def block_tables(self) -> torch.Tensor: ...
-    @property
-    def num_decodes(self) -> int: ...
-
-
 def paged_attention_parts(
     rows: torch.Tensor,
-    batch: RaggedBatch,
+    batch: StepBatch,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,
@@ -93,7 +78,7 @@ def paged_attention_cpu(
 
 def paged_attention(
     rows: AnyRows,
-    batch: RaggedBatch | PlannedBatch,
+    batch: StepBatch | PlannedBatch,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,

@@ -108,10 +108,7 @@ INLINE void read_head(Format format, const uint8_t* from, int head_dim, int size
     for (; d < head_dim; d++) to[d] = half_to_float(halves[d]);
   } else if (format == Format::BFLOAT16) {
     for (; d + LANES <= head_dim; d += LANES) store(to + d, load_bfloat(halves + d));
-    for (; d < head_dim; d++) {
-      const uint32_t bits = uint32_t{halves[d]} << 16;
-      memcpy(to + d, &bits, 4);
-    }
+    for (; d < head_dim; d++) to[d] = bfloat_to_float(halves[d]);
   } else {
     memcpy(to, from, sizeof(float) * head_dim);
     d = head_dim;
@@ -143,7 +140,7 @@ struct AttentionCut {
 inline void attend(const Op& op, const Cache& cache, const Batch& batch, int seq, int first_row, int num_queries, int first_head,
                    int num_heads, AttentionScratch& s) {
   const int head_dim = op.head_dim, size = padded(head_dim), num_rows = num_queries * num_heads;
-  const int64_t token_bytes = int64_t{head_dim} * (cache.format == Format::FLOAT32 ? 4 : 2);
+  const int64_t token_bytes = head_dim * cache.element_bytes();
   const int64_t head_offset = first_head / (op.num_heads / op.num_kv_heads) * cache.head_bytes;
   const int32_t* const table = batch.block_tables + seq * batch.table_stride;
   const bool is_direct = cache.format == Format::FLOAT32 && size == head_dim;

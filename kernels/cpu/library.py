@@ -41,6 +41,7 @@ _FLAGS = (
 _SELF_CONTAINED = ("-static-libstdc++", "-static-libgcc")
 """On Linux, so that a library runs in an image without a compiler's own."""
 _COMPILERS = ("c++", "g++", "clang++")
+_NO_COMPILER = f"no C++ compiler: none of {', '.join(_COMPILERS)} is on the path"
 _BUILD_TIMEOUT_S = 300
 
 
@@ -105,7 +106,7 @@ def load(cache_dir: Path, instruction_set: str | None = None) -> ctypes.CDLL:
     sets = [each for each in supported_sets() if instruction_set in (None, each.name)]
     if not sets:
         raise LibraryError(f"this machine cannot run {instruction_set or 'any instruction set that there is code for'}")
-    compiler = _find_compiler()
+    compiler = find_compiler()
     path = _find_built(cache_dir, sets) if compiler is None else build(cache_dir, compiler, sets[0])
     library = ctypes.CDLL(str(path))
     library.weir_panel_bytes.restype = ctypes.c_int64
@@ -136,9 +137,7 @@ def _find_built(cache_dir: Path, sets: list[InstructionSet]) -> Path:
     for instruction_set in sets:
         for path in sorted(cache_dir.glob(f"{_stem(instruction_set)}-*.so")):
             return path
-    raise LibraryError(
-        f"no C++ compiler: none of {', '.join(_COMPILERS)} is on the path, and {cache_dir} has no library"
-    )
+    raise LibraryError(f"{_NO_COMPILER}, and {cache_dir} has no library")
 
 
 def _machine() -> str:
@@ -155,7 +154,7 @@ def _cpu_features() -> frozenset[str]:
     return frozenset()
 
 
-def _find_compiler() -> str | None:
+def find_compiler() -> str | None:
     return next((path for name in _COMPILERS if (path := shutil.which(name)) is not None), None)
 
 
@@ -189,8 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.cpu.library", description=main.__doc__)
     parser.add_argument("cache_dir", type=Path, help="where to put the libraries")
     arguments = parser.parse_args(argv)
-    if (compiler := _find_compiler()) is None:
-        raise SystemExit(f"no C++ compiler: none of {', '.join(_COMPILERS)} is on the path")
+    if (compiler := find_compiler()) is None:
+        raise SystemExit(_NO_COMPILER)
     for instruction_set in INSTRUCTION_SETS:
         if instruction_set.machine == _machine():
             sys.stdout.write(f"{build(arguments.cache_dir, compiler, instruction_set)}\n")

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "integer_dot.h"
+#include "pack.h"
 #include "step.h"
 
 namespace weir {
@@ -40,10 +41,10 @@ INLINE void multiply_int8(const uint8_t* panel, int num_inputs, const Buffer& in
   const int16_t* x = input.integers<int16_t>(row);
   const float* scales = input.scales(row);
   const int64_t stride = input.stride / 4;
-  for (int left = num_inputs; left > 0; left -= GROUP, x += GROUP, scales++, panel += PANEL * GROUP + 2 * PANEL) {
+  for (int left = num_inputs; left > 0; left -= GROUP, x += GROUP, scales++, panel += INT8_GROUP_BYTES) {
     IntVec products[R][VECS];
     dot_int8<R>(panel, x, input.stride, products);
-    const uint16_t* const halves = reinterpret_cast<const uint16_t*>(panel + PANEL * GROUP);
+    const uint16_t* const halves = reinterpret_cast<const uint16_t*>(panel + INT8_BYTES);
     UNROLL for (int v = 0; v < VECS; v++) {
       const Vec weight_scale = load_half(halves + v * LANES);
       UNROLL for (int r = 0; r < R; r++) {
@@ -58,10 +59,10 @@ INLINE void multiply_int4(const uint8_t* panel, int num_inputs, const Buffer& in
   const int8_t* x = input.integers<int8_t>(row);
   const float* scales = input.scales(row);
   const int64_t stride = input.stride / 4, num_groups = num_inputs / GROUP;
-  for (int left = num_inputs; left > 0; left -= GROUP, x += GROUP, scales++, panel += PANEL * GROUP / 2 + 4 * PANEL) {
+  for (int left = num_inputs; left > 0; left -= GROUP, x += GROUP, scales++, panel += INT4_GROUP_BYTES) {
     IntVec products[R][VECS];
     dot_int4<R>(panel, x, input.stride, products);
-    const uint16_t* const halves = reinterpret_cast<const uint16_t*>(panel + PANEL * GROUP / 2);
+    const uint16_t* const halves = reinterpret_cast<const uint16_t*>(panel + INT4_BYTES);
     UNROLL for (int v = 0; v < VECS; v++) {
       const Vec weight_scale = load_half(halves + v * LANES), offset = load_half(halves + PANEL + v * LANES);
       UNROLL for (int r = 0; r < R; r++) {

@@ -11,6 +11,10 @@
 
 namespace weir {
 
+// The integers of one group of a panel, and all of the group.
+constexpr int INT8_BYTES = PANEL * GROUP, INT8_GROUP_BYTES = INT8_BYTES + 2 * PANEL;
+constexpr int INT4_BYTES = PANEL * GROUP / 2, INT4_GROUP_BYTES = INT4_BYTES + 4 * PANEL;
+
 enum class Source : uint8_t { FLOAT32, FLOAT16, BFLOAT16, Q8_0, Q4_0, Q4_1, Q4_K };
 
 INLINE int64_t panel_bytes(Format format, int num_inputs) {
@@ -18,8 +22,8 @@ INLINE int64_t panel_bytes(Format format, int num_inputs) {
     case Format::FLOAT32: return int64_t{4} * PANEL * num_inputs;
     case Format::FLOAT16:
     case Format::BFLOAT16: return int64_t{2} * PANEL * num_inputs;
-    case Format::INT8: return int64_t{num_inputs / GROUP} * (PANEL * GROUP + 2 * PANEL);
-    case Format::INT4: return int64_t{num_inputs / GROUP} * (PANEL * GROUP / 2 + 4 * PANEL);
+    case Format::INT8: return int64_t{num_inputs / GROUP} * INT8_GROUP_BYTES;
+    case Format::INT4: return int64_t{num_inputs / GROUP} * INT4_GROUP_BYTES;
   }
   return 0;
 }
@@ -64,12 +68,7 @@ inline float read_float(Source source, const uint8_t* row, int index) {
   switch (source) {
     case Source::FLOAT32: return reinterpret_cast<const float*>(row)[index];
     case Source::FLOAT16: return half_to_float(reinterpret_cast<const uint16_t*>(row)[index]);
-    case Source::BFLOAT16: {
-      const uint32_t bits = uint32_t{reinterpret_cast<const uint16_t*>(row)[index]} << 16;
-      float value;
-      memcpy(&value, &bits, 4);
-      return value;
-    }
+    case Source::BFLOAT16: return bfloat_to_float(reinterpret_cast<const uint16_t*>(row)[index]);
     case Source::Q8_0: {
       const uint8_t* const block = row + index / GROUP * 34;
       return half_to_float(read_half(block)) * static_cast<int8_t>(block[2 + index % GROUP]);
@@ -89,7 +88,7 @@ INLINE void write_half(uint8_t* to, float value) {
 }
 
 inline void pack_int8(const uint8_t* const* rows, const Source* sources, int num_inputs, uint8_t* panel) {
-  for (int group = 0; group < num_inputs / GROUP; group++, panel += PANEL * GROUP + 2 * PANEL) {
+  for (int group = 0; group < num_inputs / GROUP; group++, panel += INT8_GROUP_BYTES) {
     for (int output = 0; output < PANEL; output++) {
       int8_t integers[GROUP] = {};
       float scale = 0;
@@ -110,15 +109,14 @@ inline void pack_int8(const uint8_t* const* rows, const Source* sources, int num
         }
       }
       for (int i = 0; i < GROUP; i++) panel[i / 2 * 2 * PANEL + 2 * output + i % 2] = static_cast<uint8_t>(integers[i]);
-      write_half(panel + PANEL * GROUP + 2 * output, scale);
+      write_half(panel + INT8_BYTES + 2 * output, scale);
     }
   }
 }
 
 inline void pack_int4(const uint8_t* const* rows, const Source* sources, int num_inputs, uint8_t* panel) {
-  constexpr int BYTES = PANEL * GROUP / 2;
-  for (int group = 0; group < num_inputs / GROUP; group++, panel += BYTES + 4 * PANEL) {
-    memset(panel, 0, BYTES);
+  for (int group = 0; group < num_inputs / GROUP; group++, panel += INT4_GROUP_BYTES) {
+    memset(panel, 0, INT4_BYTES);
     for (int output = 0; output < PANEL; output++) {
       uint8_t integers[GROUP] = {};
       float scale = 0, offset = 0;
@@ -126,8 +124,8 @@ inline void pack_int4(const uint8_t* const* rows, const Source* sources, int num
       for (int i = 0; i < GROUP; i++) {
         panel[i / 4 * 32 + output % 8 * 4 + i % 4] |= static_cast<uint8_t>(integers[i] << (output < 8 ? 0 : 4));
       }
-      write_half(panel + BYTES + 2 * output, scale);
-      write_half(panel + BYTES + 2 * PANEL + 2 * output, offset);
+      write_half(panel + INT4_BYTES + 2 * output, scale);
+      write_half(panel + INT4_BYTES + 2 * PANEL + 2 * output, offset);
     }
   }
 }
@@ -157,16 +155,16 @@ inline void unpack_row(const Matrix& matrix, int output, float* row) {
     switch (matrix.format) {
       case Format::FLOAT32: row[input] = reinterpret_cast<const float*>(panel)[input * PANEL + lane]; break;
       case Format::FLOAT16: row[input] = half_to_float(reinterpret_cast<const uint16_t*>(panel)[input * PANEL + lane]); break;
-      case Format::BFLOAT16: row[input] = read_float(Source::BFLOAT16, panel, input * PANEL + lane); break;
+      case Format::BFLOAT16: row[input] = bfloat_to_float(reinterpret_cast<const uint16_t*>(panel)[input * PANEL + lane]); break;
       case Format::INT8: {
-        const uint8_t* const at = panel + int64_t{group} * (PANEL * GROUP + 2 * PANEL);
-        row[input] = static_cast<int8_t>(at[i / 2 * 2 * PANEL + 2 * lane + i % 2]) * half_to_float(read_half(at + PANEL * GROUP + 2 * lane));
+        const uint8_t* const at = panel + int64_t{group} * INT8_GROUP_BYTES;
+        row[input] = static_cast<int8_t>(at[i / 2 * 2 * PANEL + 2 * lane + i % 2]) * half_to_float(read_half(at + INT8_BYTES + 2 * lane));
         break;
       }
       case Format::INT4: {
-        const uint8_t* const at = panel + int64_t{group} * (PANEL * GROUP / 2 + 4 * PANEL);
+        const uint8_t* const at = panel + int64_t{group} * INT4_GROUP_BYTES;
         const int byte = at[i / 4 * 32 + lane % 8 * 4 + i % 4], integer = lane < 8 ? byte & 15 : byte >> 4;
-        const uint8_t* const scales = at + PANEL * GROUP / 2;
+        const uint8_t* const scales = at + INT4_BYTES;
         row[input] = integer * half_to_float(read_half(scales + 2 * lane)) + half_to_float(read_half(scales + 2 * PANEL + 2 * lane));
         break;
       }

@@ -63,7 +63,7 @@ class PlannedBatch:
 
 
 class StepBatch(Protocol):
-    """The tensors of one step, as `weir.engine.batch.Batch` has them, on the CPU and contiguous."""
+    """One step, as `weir.engine.batch.Batch` has it; `num_decodes` leading sequences have one row."""
 
     @property
     def input_ids(self) -> torch.Tensor: ...
@@ -79,6 +79,8 @@ class StepBatch(Protocol):
     def block_tables(self) -> torch.Tensor: ...
     @property
     def logits_indices(self) -> torch.Tensor: ...
+    @property
+    def num_decodes(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -120,7 +122,6 @@ class Plan:
         self._quantized: dict[tuple[int, RowFormat], PlannedRows] = {}
         self._arena = torch.empty(0)
         self._result = torch.empty(0)
-        self._kept: PlannedRows
         self._runner: int | None = None
         self._close: Callable[[], object] = lambda: None
 
@@ -171,21 +172,14 @@ class Plan:
             self._quantized[key] = output
         return self._quantized[key]
 
-    def prepare(
-        self,
-        cache: torch.Tensor,
-        num_threads: int,
-        *,
-        num_spins: int = DEFAULT_SPINS,
-        keep: PlannedRows | None = None,
-    ) -> None:
-        """Give every row its place and start the threads.
+    def prepare(self, cache: torch.Tensor, num_threads: int, *, num_spins: int = DEFAULT_SPINS) -> None:
+        """Give every row its place and start the threads; the last op's rows are what a step gives.
 
         Args:
             cache: the paged cache, [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
             num_threads: with the one that calls `run`.
         """
-        self._kept = self._ops[-1].output
+        result = self._ops[-1].output
         offsets, arena_bytes = self._lay_out()
         self._arena = torch.frombuffer(mmap.mmap(-1, arena_bytes + _ALIGNMENT), dtype=torch.uint8)
         base = -(-self._arena.data_ptr() // _ALIGNMENT) * _ALIGNMENT
@@ -197,9 +191,9 @@ class Plan:
                     data = base + offsets[id(rows)] if id(rows) in offsets else None
                     setattr(op.struct, name, BufferStruct(data, rows.row_bytes, rows.columns, int(rows.format)))
             structs[index] = op.struct
-        start = base - self._arena.data_ptr() + offsets[id(self._kept)]
-        place = self._arena[start : start + self._num_rows(self._kept) * self._kept.row_bytes]
-        self._result = place.view(torch.float32).view(self._num_rows(self._kept), -1)[:, : self._kept.columns]
+        start = base - self._arena.data_ptr() + offsets[id(result)]
+        place = self._arena[start : start + self._num_rows(result) * result.row_bytes]
+        self._result = place.view(torch.float32).view(self._num_rows(result), -1)[:, : result.columns]
         element_bytes = cache.element_size()
         cache_struct = CacheStruct(
             block_bytes=cache.stride(0) * element_bytes,
@@ -213,7 +207,11 @@ class Plan:
         self._close = weakref.finalize(self, self.library.weir_runner_destroy, self._runner)
 
     def run(self, batch: StepBatch) -> torch.Tensor:
-        """Compute a step: float32 logits [num_logits, vocab_size], or what else is kept; valid until the next one."""
+        """Compute a step; its tensors are on the CPU and contiguous.
+
+        Returns:
+            What the last op makes, float32 [num_logits, vocab_size] for a model; valid until the next step.
+        """
         num_tokens, num_logits = batch.input_ids.shape[0], batch.logits_indices.shape[0]
         assert num_tokens <= self._max_tokens, f"{num_tokens} tokens, planned for {self._max_tokens}"
         assert num_logits <= self._max_logits, f"{num_logits} logits, planned for {self._max_logits}"
@@ -231,7 +229,7 @@ class Plan:
             num_logits=num_logits,
         )
         self.library.weir_runner_run(self._runner, ctypes.byref(struct))
-        return self._result[: num_logits if self._kept.is_for_logits else num_tokens]
+        return self._result[: num_logits if self._ops[-1].output.is_for_logits else num_tokens]
 
     def close(self) -> None:
         """End the threads, which also end with the plan."""
@@ -248,7 +246,7 @@ class Plan:
                 last_use.setdefault(id(rows), index)
             for rows in op.read:
                 last_use[id(rows)] = index
-        last_use[id(self._kept)] = len(self._ops)
+        last_use[id(self._ops[-1].output)] = len(self._ops)
         offsets: dict[int, int] = {}
         sizes: dict[int, int] = {}
         free: list[tuple[int, int]] = []  # size, offset

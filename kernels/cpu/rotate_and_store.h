@@ -25,26 +25,22 @@ INLINE void write_head(Format format, uint8_t* to, const float* from, int head_d
   }
 }
 
-inline void rotate_and_store_chunk(const Op& op, const Cache& cache, const Batch& batch, int chunk) {
-  const int first = chunk * ROWS_PER_CHUNK;
-  const int64_t element_bytes = cache.format == Format::FLOAT32 ? 4 : 2;
-  for (int row = first; row < batch.num_tokens && row < first + ROWS_PER_CHUNK; row++) {
-    float* const heads = op.input.floats(row);
-    const float* const cos_sin = op.cos_sin + batch.positions[row] * op.rotary_dim;
-    const int64_t slot = batch.slots[row];
-    const int64_t place = slot / cache.block_size * cache.block_bytes +
-                          slot % cache.block_size * op.head_dim * element_bytes;
-    for (int index = 0; index < op.num_heads + op.num_kv_heads; index++) {
-      float* const head = heads + index * op.head_dim;
-      const float* const weight = index < op.num_heads ? op.weight : op.second_weight;
-      if (weight) normalize(head, weight, op.head_dim, op.eps, head);
-      rotate(head, cos_sin, op.rotary_dim);
-    }
-    for (int index = 0; index < op.num_kv_heads; index++) {
-      const float* const key = heads + (op.num_heads + index) * op.head_dim;
-      write_head(cache.format, op.keys + place + index * cache.head_bytes, key, op.head_dim);
-      write_head(cache.format, op.values + place + index * cache.head_bytes, key + op.num_kv_heads * op.head_dim, op.head_dim);
-    }
+inline void rotate_and_store_row(const Op& op, const Cache& cache, const Batch& batch, int row) {
+  float* const heads = op.input.floats(row);
+  const float* const cos_sin = op.cos_sin + batch.positions[row] * op.rotary_dim;
+  const int64_t slot = batch.slots[row];
+  const int64_t place = slot / cache.block_size * cache.block_bytes +
+                        slot % cache.block_size * op.head_dim * cache.element_bytes();
+  for (int index = 0; index < op.num_heads + op.num_kv_heads; index++) {
+    float* const head = heads + index * op.head_dim;
+    const float* const weight = index < op.num_heads ? op.weight : op.second_weight;
+    if (weight) normalize(head, weight, op.head_dim, op.eps, head);
+    rotate(head, cos_sin, op.rotary_dim);
+  }
+  for (int index = 0; index < op.num_kv_heads; index++) {
+    const float* const key = heads + (op.num_heads + index) * op.head_dim;
+    write_head(cache.format, op.keys + place + index * cache.head_bytes, key, op.head_dim);
+    write_head(cache.format, op.values + place + index * cache.head_bytes, key + op.num_kv_heads * op.head_dim, op.head_dim);
   }
 }
 

@@ -73,6 +73,13 @@ INLINE uint16_t float_to_half(float value) {
 #endif
 }
 
+INLINE float bfloat_to_float(uint16_t bfloat) {
+  const uint32_t bits = uint32_t{bfloat} << 16;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
 INLINE uint16_t float_to_bfloat(float value) {
   uint32_t bits;
   memcpy(&bits, &value, 4);

@@ -63,6 +63,8 @@ struct Cache {
   int64_t block_bytes, head_bytes;  // from block to block, from head to head
   int32_t block_size;
   Format format;
+
+  int64_t element_bytes() const { return format == Format::FLOAT32 ? 4 : 2; }
 };
 
 struct Batch {

@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "attention.h"
-#include "embedding.h"
 #include "linear.h"
 #include "pack.h"
 #include "rms_norm.h"
@@ -13,6 +12,8 @@
 #include "thread_team.h"
 
 namespace weir {
+
+constexpr int ROWS_PER_CHUNK = 16;
 
 // A plan with the threads that run it.
 class Runner {
@@ -52,14 +53,12 @@ class Runner {
   void chunk(int phase, int chunk, int thread) {
     const Op& op = ops_[phase];
     Scratch& scratch = scratch_[thread];
-    switch (op.kind) {
-      case Kind::EMBEDDING: return embedding_chunk(op, *batch_, chunk);
-      case Kind::RMS_NORM: return rms_norm_chunk(op, *batch_, chunk, scratch.row.data());
-      case Kind::QUANTIZE: return quantize_chunk(op, *batch_, chunk);
-      case Kind::LINEAR: return linear_chunk(op, *batch_, team_.num_threads(), chunk);
-      case Kind::ROTATE_AND_STORE: return rotate_and_store_chunk(op, cache_, *batch_, chunk);
-      case Kind::ATTENTION: return attention_chunk(op, cache_, *batch_, team_.num_threads(), chunk, *scratch.attention);
+    if (op.kind == Kind::LINEAR) return linear_chunk(op, *batch_, team_.num_threads(), chunk);
+    if (op.kind == Kind::ATTENTION) {
+      return attention_chunk(op, cache_, *batch_, team_.num_threads(), chunk, *scratch.attention);
     }
+    const int first = chunk * ROWS_PER_CHUNK, rows = num_rows(op, *batch_);
+    for (int row = first; row < rows && row < first + ROWS_PER_CHUNK; row++) do_row(op, row, scratch.row.data());
   }
 
  private:
@@ -67,6 +66,16 @@ class Runner {
     std::vector<float> row, memory;
     std::unique_ptr<AttentionScratch> attention;
   };
+
+  void do_row(const Op& op, int row, float* scratch) const {
+    switch (op.kind) {
+      case Kind::EMBEDDING: return unpack_row(op.matrix, static_cast<int>(batch_->input_ids[row]), op.output.floats(row));
+      case Kind::RMS_NORM: return rms_norm_row(op, *batch_, row, scratch);
+      case Kind::QUANTIZE: return quantize_row(op.output, row, op.input.floats(row));
+      case Kind::ROTATE_AND_STORE: return rotate_and_store_row(op, cache_, *batch_, row);
+      default: return;  // LINEAR and ATTENTION are cut otherwise
+    }
+  }
 
   const std::vector<Op> ops_;
   const Cache cache_;

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels.cpu.library import load, supported_sets
+from kernels.cpu.library import find_compiler, load, supported_sets
 from kernels.cpu.packed_matrix import PackedMatrix, RowSource
 from kernels.cpu.plan import Plan, PlannedRows, PlannedTensor
 from kernels.cpu.structs import Format
@@ -20,7 +19,7 @@ from kernels.embedding import embedding_cpu
 from kernels.linear import linear_cpu
 
 CACHE_DIR = Path(tempfile.gettempdir()) / "weir-test-kernels"
-HAS_COMPILER = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
+HAS_COMPILER = find_compiler() is not None
 SETS = [each.name for each in supported_sets()] if HAS_COMPILER else []
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")
 

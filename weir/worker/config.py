@@ -119,5 +119,5 @@ class WorkerConfig:
             enable_prefix_caching=self.enable_prefix_caching,
             quantization=self.quantization,
             num_threads=self.num_threads,
-            kernel_cache_dir=self.kernel_cache_dir.expanduser(),
+            kernel_cache_dir=self.kernel_cache_dir,
         )
