@@ -18,7 +18,12 @@ import torch
 from kernels.cpu.packed_matrix import GROUP, PackedMatrix
 from kernels.cpu.structs import BatchStruct, BufferStruct, CacheStruct, Format, Kind, OpStruct, RowFormat
 
-KV_FORMATS = {torch.float32: Format.FLOAT32, torch.float16: Format.FLOAT16, torch.bfloat16: Format.BFLOAT16}
+KV_FORMATS = {
+    torch.float32: Format.FLOAT32,
+    torch.float16: Format.FLOAT16,
+    torch.bfloat16: Format.BFLOAT16,
+    torch.int8: Format.INT8,
+}
 DEFAULT_SPINS = 2000
 """Pauses before a waiting thread sleeps, some 20 us."""
 
@@ -176,7 +181,8 @@ class Plan:
         """Give every row its place and start the threads; the last op's rows are what a step gives.
 
         Args:
-            cache: the paged cache, [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+            cache: the paged cache, [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], or wider
+                where heads are as `eight_bit_heads` says.
             num_threads: with the one that calls `run`.
         """
         result = self._ops[-1].output

@@ -45,7 +45,7 @@ class Runner {
     const Op& op = ops_[phase];
     switch (op.kind) {
       case Kind::LINEAR: return LinearCut(op, *batch_, team_.num_threads()).num_chunks();
-      case Kind::ATTENTION: return AttentionCut(op, *batch_, team_.num_threads()).num_items(*batch_);
+      case Kind::ATTENTION: return AttentionCut(op, *batch_, team_.num_threads()).num_chunks;
       default: return ceil_div(num_rows(op, *batch_), ROWS_PER_CHUNK);
     }
   }

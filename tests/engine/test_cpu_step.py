@@ -39,6 +39,7 @@ def make_runner(model_dir: Path, **settings: object) -> ModelRunner:
         ("BF16", {"dtype": "bfloat16", "kv_cache_dtype": "float32"}),
         ("Q8_0", {"quantization": "auto"}),
         ("Q4_1", {"quantization": "auto"}),
+        ("Q8_0", {"quantization": "auto", "kv_cache_dtype": "int8"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -79,6 +80,19 @@ def test_quantised_weights_compute_what_they_stand_for(
     found = Conversation(make_runner(model_dir, quantization=quantization), SEQUENCES).finish(200)
     for one, other in zip(found, exact, strict=True):
         assert (one - other).square().mean().sqrt() < tolerance * other.square().mean().sqrt()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("kernel_cache_dir", [Path("~/.cache/weir/kernels"), None], ids=["kernels", "torch"])
+def test_an_eight_bit_cache_moves_the_logits_by_little(
+    tmp_path: Path, family: str, kernel_cache_dir: Path | None
+) -> None:
+    model_dir = prepare_tiny(tmp_path, family, "F32")
+    exact = Conversation(make_runner(model_dir), SEQUENCES).finish(200)
+    runner = make_runner(model_dir, kv_cache_dtype="int8", kernel_cache_dir=kernel_cache_dir)
+    assert runner.layout.token_bytes * 4 < make_runner(model_dir).layout.token_bytes * 1.2
+    for one, other in zip(Conversation(runner, SEQUENCES).finish(64), exact, strict=True):
+        assert 0 < (one - other).square().mean().sqrt() < 0.02 * other.square().mean().sqrt()
 
 
 def test_packed_weights_are_written_once_and_mapped(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from weir.core.errors import ConfigError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_CACHE_DTYPES = (*DTYPES, "int8")
 DEVICES = ("auto", "cpu", "cuda")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
@@ -55,7 +56,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, allowed in (
             ("dtype", DTYPES),
-            ("kv_cache_dtype", DTYPES),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
             ("device", DEVICES),
             ("quantization", QUANTIZATIONS),
         ):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from weir.core.errors import ConfigError
 from weir.core.redis_url import RedisUrl
-from weir.engine.config import DEVICES, DTYPES, QUANTIZATIONS, EngineConfig
+from weir.engine.config import DEVICES, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineConfig
 from weir.runtime.config import setting
 from weir.runtime.logs import FORMATS, LEVELS
 
@@ -44,7 +44,7 @@ class WorkerConfig:
     )
 
     dtype: str = setting("auto", help="weights and activations", choices=DTYPES)
-    kv_cache_dtype: str = setting("auto", help="keys and values in the cache", choices=DTYPES)
+    kv_cache_dtype: str = setting("auto", help="keys and values in the cache", choices=KV_CACHE_DTYPES)
     device: str = setting("auto", help="where the model runs", choices=DEVICES)
     block_size: int = setting(16, help="tokens in a KV block", minimum=1, maximum=4096)
     num_blocks: int | None = setting(None, help="KV blocks in the pool; wins over the memory settings", minimum=1)
