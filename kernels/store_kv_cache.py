@@ -3,8 +3,8 @@
 Shapes: key, value [num_tokens, num_kv_heads, head_dim]; k_cache, v_cache one layer's views
 [num_blocks, num_kv_heads, block_size, head_dim] of one block-major cache: equal strides, one head's tile
 [block_size, head_dim] contiguous, every other stride a multiple of head_dim; slots [num_tokens] int64,
-`block_id * block_size + offset`, no slot twice. The caches are mutated; a cache of another dtype rounds, and one of int8
-holds heads as `eight_bit_heads` says, head_dim + 4 wide.
+`block_id * block_size + offset`, no slot twice. The caches are mutated; a cache of another dtype rounds, and an int8
+one holds heads as `eight_bit_heads` says, head_dim + 4 wide.
 Source: Kwon et al. 2023, Efficient Memory Management for Large Language Model Serving with PagedAttention, section 4.
 """
 

@@ -10,13 +10,23 @@ import ctypes
 import mmap
 import weakref
 from collections.abc import Callable
+from ctypes import Array
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import torch
 
 from kernels.cpu.packed_matrix import GROUP, PackedMatrix
-from kernels.cpu.structs import BatchStruct, BufferStruct, CacheStruct, Format, Kind, OpStruct, RowFormat
+from kernels.cpu.structs import (
+    BatchStruct,
+    BufferStruct,
+    CacheStruct,
+    Format,
+    Kind,
+    OpStruct,
+    RowFormat,
+    SampleRowStruct,
+)
 
 KV_FORMATS = {
     torch.float32: Format.FLOAT32,
@@ -236,6 +246,10 @@ class Plan:
         )
         self.library.weir_runner_run(self._runner, ctypes.byref(struct))
         return self._result[: num_logits if self._ops[-1].output.is_for_logits else num_tokens]
+
+    def sample(self, rows: Array[SampleRowStruct], num_scores: int) -> None:
+        """Fill in the tokens of `rows`, each of `num_scores` scores; see `kernels.sample`."""
+        self.library.weir_runner_sample(self._runner, rows, len(rows), num_scores)
 
     def close(self) -> None:
         """End the threads, which also end with the plan."""
