@@ -68,6 +68,13 @@ class WorkerConfig:
         choices=QUANTIZATIONS,
     )
     num_threads: int | None = setting(None, help="compute threads; none leaves the number to torch", minimum=1)
+    compute_share: float = setting(
+        1.0,
+        help="share of the time for steps while KV for sequences here is computed elsewhere; "
+        "below 1 where prefill workers have the same cores",
+        minimum=0.05,
+        maximum=1.0,
+    )
     kernel_cache_dir: Path = setting(
         Path("~/.cache/weir/kernels"), help="where the CPU kernels are kept that the first start compiles"
     )
@@ -119,5 +126,6 @@ class WorkerConfig:
             enable_prefix_caching=self.enable_prefix_caching,
             quantization=self.quantization,
             num_threads=self.num_threads,
+            compute_share=self.compute_share,
             kernel_cache_dir=self.kernel_cache_dir,
         )
