@@ -227,6 +227,9 @@ async def test_a_cancellation_ends_it_with_what_is_known() -> None:
 
         async def run() -> None:
             results.append(await run_benchmark(benchmark_of(server), watched))
+            task = asyncio.current_task()
+            assert task is not None
+            assert task.cancelling() == 0
 
         async with asyncio.TaskGroup() as group:
             task = group.create_task(run())

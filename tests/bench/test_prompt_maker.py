@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
 
 from tests.fakes.tiny_tokenizer import byte_level, sentencepiece
 from weir.bench.corpus import Corpus
@@ -61,6 +63,27 @@ async def test_a_shared_prefix_is_shared_to_the_token_and_no_further(tokenizer: 
     assert len({first[48], second[48], third[48]}) == 3
     await prompts.share_prefix(48)
     assert ids_of(await prompts.make(16), tokenizer)[:48] != first[:48]
+
+
+@pytest.mark.parametrize(
+    "merges",
+    [
+        [("Ġ", "Ġ")],  # a prefix that ends in a blank never stays what it is
+        [("Ġ", "t"), ("e", "Ġt")],  # one that ends in an e does so only before some texts
+    ],
+)
+async def test_a_prefix_never_grows_together_with_what_follows(merges: list[tuple[str, str]]) -> None:
+    vocab = byte_level([]).get_vocab()
+    vocab |= {"".join(pair): len(vocab) + index for index, pair in enumerate(merges)}
+    backend = Backend(models.BPE(vocab, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(backend)
+    for salt in range(40):
+        prompts = maker(tokenizer, PromptKind.TEXT, salt=str(salt))
+        await prompts.share_prefix(20)
+        made = [ids_of(await prompts.make(20), tokenizer) for _ in range(10)]
+        assert len({ids[:20] for ids in made}) == 1
 
 
 async def test_no_first_token_comes_twice_while_there_are_others() -> None:

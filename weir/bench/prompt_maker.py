@@ -66,10 +66,20 @@ class PromptMaker:
         self._prefix = _NOTHING
 
     async def share_prefix(self, num_tokens: int) -> None:
-        """From now on prompts begin with the same `num_tokens` tokens, drawn anew by each call; 0 ends it."""
+        """From now on prompts begin with the same `num_tokens` tokens, drawn anew by each call; 0 ends it.
+
+        Raises:
+            ConfigError: no text of this length was found.
+        """
         self._prefix = _NOTHING
-        if num_tokens:
-            self._prefix = await self._draw(num_tokens)
+        if not num_tokens:
+            return
+        for _ in range(MAX_DRAWS):
+            drawn = await self._draw(num_tokens)
+            if await self._stays_whole(drawn):
+                self._prefix = drawn
+                return
+        raise ConfigError(f"shared_prefix_tokens: no text of {num_tokens} tokens stays the same before another")
 
     async def make(self, num_tokens: int) -> Prompt:
         """A prompt with `num_tokens` of its own, after the shared prefix if there is one.
@@ -80,6 +90,13 @@ class PromptMaker:
         made = await self._draw(num_tokens)
         content = made.token_ids if self._kind is PromptKind.TOKENS else made.text
         return Prompt(content=content, num_tokens=len(made.token_ids))
+
+    async def _stays_whole(self, prefix: _Tokenized) -> bool:
+        """Whether its tokens are the same when more text follows. One that ends in a blank may be other tokens then."""
+        if self._kind is PromptKind.TOKENS:
+            return True
+        encoded = await self._codec.encode(f"{prefix.text} a", add_special_tokens=self._add_special_tokens)
+        return encoded[: len(prefix.token_ids)] == prefix.token_ids
 
     async def _draw(self, num_tokens: int) -> _Tokenized:
         num_shared = len(self._prefix.token_ids)
