@@ -24,7 +24,8 @@ def test_an_address_comes_with_or_without_the_version(given: str, root: str, api
 
 
 @pytest.mark.parametrize(
-    "url", ["", "host:8000", "ftp://host", "http://", "http://[::1", "http://host?x=1", "http://h:99999"]
+    "url",
+    ["", "host:8000", "ftp://host", "http://", "http://[::1", "http://host?x=1", "http://h:99999", "http://a:b@h"],
 )
 def test_what_is_no_address_is_refused_by_name(url: str) -> None:
     with pytest.raises(ConfigError, match=r"^base_url: "):

@@ -39,7 +39,8 @@ class ServerAddress:
         except httpx.InvalidURL as exc:
             raise ConfigError(f"base_url: {base_url!r} is no URL: {exc}", param="base_url") from exc
         is_port = url.port is None or 1 <= url.port <= 65535
-        if url.scheme not in ("http", "https") or not url.host or not is_port or url.query or url.fragment:
+        has_more = url.userinfo or url.query or url.fragment
+        if url.scheme not in ("http", "https") or not url.host or not is_port or has_more:
             raise ConfigError(f"base_url: {base_url!r} is not http://host:port", param="base_url")
         given = str(url).rstrip("/")
         root = re.sub(r"/v\d+$", "", given)
