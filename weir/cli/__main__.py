@@ -15,6 +15,7 @@ usage: weir COMMAND [OPTIONS]
   up       serve a model on this machine: prefill, decode and gateway
   chat     talk to a running gateway
   model    pull, list and inspect models
+  bench    measure any server that speaks OpenAI's interface
 
 weir COMMAND --help says more; weir --version prints the version.
 """
@@ -41,8 +42,14 @@ def _model(argv: Sequence[str]) -> int:
     return model(argv)
 
 
+def _bench(argv: Sequence[str]) -> int:
+    from weir.cli.bench import bench
+
+    return bench(argv)
+
+
 # Each loads its own module, so that `weir --version` costs nothing.
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"up": _up, "chat": _chat, "model": _model}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"up": _up, "chat": _chat, "model": _model, "bench": _bench}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -43,6 +43,7 @@ def setting(
     choices: Sequence[Any] | None = None,
     secret: bool = False,
     is_positional: bool = False,
+    variable: str | None = None,
 ) -> Any:
     """A field of a configuration dataclass; without a default it must be given.
 
@@ -50,6 +51,7 @@ def setting(
         minimum, maximum: limits of a number, both allowed values themselves.
         secret: never logged nor named in a message; the variable `WEIR_X_FILE` may name a file that holds it.
         is_positional: given by words that follow no flag, joined by blanks.
+        variable: the variable's name, where that made of the field's means something else to another command.
     """
     metadata = {
         "help": help,
@@ -58,6 +60,7 @@ def setting(
         "choices": choices,
         "secret": secret,
         "is_positional": is_positional,
+        "variable": variable,
     }
     return dataclasses.field(default=default, metadata=metadata, kw_only=True)
 
@@ -132,14 +135,11 @@ class _Field:
     choices: tuple[Any, ...] | None
     is_secret: bool
     is_positional: bool
+    variable: str
 
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
-
-    @property
-    def variable(self) -> str:
-        return ENV_PREFIX + self.name.upper()
 
     def convert(self, raw: object, source: str) -> Any:
         """A checked value of the field's type. Raises ConfigError."""
@@ -206,6 +206,7 @@ def _fields_of(cls: type[Any]) -> dict[str, _Field]:
             choices=tuple(choices) if choices is not None else None,
             is_secret=bool(field.metadata.get("secret")),
             is_positional=bool(field.metadata.get("is_positional")),
+            variable=field.metadata.get("variable") or ENV_PREFIX + field.name.upper(),
         )
     return found
 
@@ -270,7 +271,7 @@ def _parse_flags(
             off = "--no-" + field.name.replace("_", "-")
             parser.add_argument(off, dest=field.name, action="store_const", const="false", help=argparse.SUPPRESS)
         elif field.type is tuple:
-            parser.add_argument(field.flag, dest=field.name, action="append", metavar="A,B", help=text)
+            parser.add_argument(field.flag, dest=field.name, action="extend", nargs="+", metavar="A,B", help=text)
         else:
             metavar = getattr(field.type, "__name__", "value").upper()
             parser.add_argument(field.flag, dest=field.name, metavar=metavar, help=text)
