@@ -215,10 +215,7 @@ INLINE void attend_tile(const Op& op, AttentionScratch& s, const AttentionItem& 
   const int first = item.first_seen > start ? item.first_seen - start : 0;
   int r;
   for (int t = first / 4 * 4; t < places.count; t += 4) {
-    for (int i = t; i < t + 4 && i < next.count; i++) {
-      prefetch(next.heads[i], token_bytes);
-      prefetch(next.heads[i] + next.to_value, token_bytes);
-    }
+    for (int i = t; i < t + 4 && i < next.count; i++) prefetch(next.heads[i], token_bytes);
     for (r = 0; r + 3 <= num_rows; r += 3) score<FORMAT, 3>(s, places, r, t, size);
     for (; r < num_rows; r++) score<FORMAT, 1>(s, places, r, t, size);
   }
@@ -232,9 +229,13 @@ INLINE void attend_tile(const Op& op, AttentionScratch& s, const AttentionItem& 
       memset(s.scores + r * TILE, 0, sizeof(float) * TILE);
     }
   }
-  for (r = 0; r + 3 <= num_rows; r += 3) accumulate_rows<FORMAT, 3>(s, places, r, size, first, places.count);
-  if (num_rows - r == 2) accumulate_rows<FORMAT, 2>(s, places, r, size, first, places.count);
-  if (num_rows - r == 1) accumulate_rows<FORMAT, 1>(s, places, r, size, first, places.count);
+  for (int t = 0; t < places.count; t += 16) {
+    const int from = t > first ? t : first, end = t + 16 < places.count ? t + 16 : places.count;
+    for (int i = t; i < t + 16 && i < next.count; i++) prefetch(next.heads[i] + next.to_value, token_bytes);
+    for (r = 0; r + 3 <= num_rows; r += 3) accumulate_rows<FORMAT, 3>(s, places, r, size, from, end);
+    if (num_rows - r == 2) accumulate_rows<FORMAT, 2>(s, places, r, size, from, end);
+    if (num_rows - r == 1) accumulate_rows<FORMAT, 1>(s, places, r, size, from, end);
+  }
 }
 
 // `places` of the item's first tile are known; on return those of `next`'s first tile are.

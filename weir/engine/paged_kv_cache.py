@@ -47,7 +47,7 @@ class PagedKvCache:
         shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, width)
         self._bytes: memoryview | None = None
         if device.type == "cpu":
-            mapping = mmap.mmap(-1, num_blocks * layout.block_bytes)
+            mapping = mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 mapping.madvise(mmap.MADV_HUGEPAGE)  # a head's tile is a page of 4 KiB, far from the next one
             self._bytes = memoryview(mapping)
