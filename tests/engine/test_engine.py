@@ -565,15 +565,27 @@ class TestHandoff:
         target = EngineHarness(compute_share=0.25)
         target.submit(make_request("r", PROMPT, max_tokens=9))
 
-        def take_two_seconds(batch: Batch) -> None:
-            target.now_s += 2
+        step_s = 0.016
 
-        target.runner.before_execute = take_two_seconds
+        def take_time(batch: Batch) -> None:
+            target.now_s += step_s
+
+        target.runner.before_execute = take_time
         target.step()
         assert target.engine.rest_s() == 0, "nobody computes for this engine"
         target.engine.claim(make_request("c", PROMPT), "c")
+        assert target.engine.rest_s() == pytest.approx(0.048)
+        step_s = 0.05
         target.step()
-        assert target.engine.rest_s() == 6
+        assert target.engine.rest_s() == pytest.approx(0.048), "one long step may have been disturbed"
+        target.step(8)
+        assert target.engine.rest_s() == pytest.approx(0.03), "a token is due after 80 ms"
+        step_s = 0.1
+        target.step(8)
+        assert target.engine.rest_s() == 0
+        step_s = 0.016
+        target.step()
+        assert target.engine.rest_s() == pytest.approx(0.048)
         target.engine.release_claim("c")
         assert target.engine.rest_s() == 0
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+import numpy as np
 import torch
 
 from kernels.cpu.plan import Plan
@@ -163,11 +164,17 @@ def _logprobs_of(
 
 def _choose_greedily(scores: torch.Tensor) -> list[int]:
     """The best token of each row; of equal ones the lowest id. A NaN anywhere in a row is taken for the best."""
-    on_cpu = scores.device.type == "cpu"  # where numpy takes 0.2 ms for 32 rows of 49,152, and torch 7
-    best = torch.from_numpy(scores.numpy().argmax(axis=1)) if on_cpu else scores.argmax(dim=1)
-    if not all(map(math.isfinite, scores.gather(1, best[:, None])[:, 0].tolist())):
+    if scores.device.type == "cpu":  # numpy takes 0.2 ms for 32 rows of 49,152, torch 7
+        array = scores.numpy()
+        columns = array.argmax(axis=1)
+        tokens: list[int] = columns.tolist()
+        values: list[float] = array[np.arange(len(array)), columns].tolist()
+    else:
+        best = scores.argmax(dim=1)
+        tokens = best.tolist()
+        values = scores.gather(1, best[:, None])[:, 0].tolist()
+    if not all(map(math.isfinite, values)):
         raise FloatingPointError("the model's logits are not finite")
-    tokens: list[int] = best.tolist()
     return tokens
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 
 NUM_RECENT_STEPS = 64
+NUM_LATEST_STEPS = 8
 NUM_KEPT_ITERATIONS = 4096
 
 
@@ -76,7 +78,6 @@ class EngineMeter:
         self.num_steps = 0
         self.has_work = False
         self.last_step_ended_s = now_s
-        self.last_step_s = 0.0
         self.failure: str | None = None
         self._step_started_s = now_s
         self._recent_steps_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
@@ -85,6 +86,11 @@ class EngineMeter:
     @property
     def longest_recent_step_s(self) -> float:
         return max(self._recent_steps_s, default=0.0)
+
+    @property
+    def undisturbed_step_s(self) -> float:
+        """About what a step takes now while nobody else wants the cores: the least of the latest few; 0 before any."""
+        return min(islice(reversed(self._recent_steps_s), NUM_LATEST_STEPS), default=0.0)
 
     def start_step(self, now_s: float) -> None:
         if not self.has_work:
@@ -95,8 +101,7 @@ class EngineMeter:
     def end_step(self, now_s: float, *, num_tokens: int) -> None:
         self.last_step_ended_s = now_s
         self.num_steps += 1
-        self.last_step_s = now_s - self._step_started_s
-        self._recent_steps_s.append(self.last_step_s)
+        self._recent_steps_s.append(now_s - self._step_started_s)
         self._iteration_tokens.append(num_tokens)
 
     def rest(self) -> None:
