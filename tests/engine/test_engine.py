@@ -563,7 +563,7 @@ class TestHandoff:
 
     def test_steps_leave_their_share_while_kv_is_computed_elsewhere(self) -> None:
         target = EngineHarness(compute_share=0.25)
-        target.submit(make_request("r", PROMPT, max_tokens=9))
+        target.submit(make_request("r", PROMPT[:5], max_tokens=40, ignore_eos=True))
 
         step_s = 0.016
 
@@ -573,7 +573,7 @@ class TestHandoff:
         target.runner.before_execute = take_time
         target.step()
         assert target.engine.rest_s() == 0, "nobody computes for this engine"
-        target.engine.claim(make_request("c", PROMPT), "c")
+        target.engine.claim(make_request("c", PROMPT[:5]), "c")
         assert target.engine.rest_s() == pytest.approx(0.048)
         step_s = 0.05
         target.step()
