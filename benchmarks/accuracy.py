@@ -30,6 +30,7 @@ WAYS: dict[str, dict[str, str]] = {
     "int8": {"quantization": "int8"},
     "auto": {"quantization": "auto"},
     "auto, float32 KV": {"quantization": "auto", "kv_cache_dtype": "float32"},
+    "auto, int8 KV": {"quantization": "auto", "kv_cache_dtype": "int8"},
 }
 
 

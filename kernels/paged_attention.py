@@ -13,6 +13,7 @@ import torch
 from kernels.cpu.plan import AnyRows, PlannedBatch, PlannedRows, StepBatch
 from kernels.cpu.structs import Kind
 from kernels.decode_attention import decode_attention
+from kernels.eight_bit_heads import head_dim_of
 from kernels.prefill_attention import prefill_attention
 
 
@@ -25,7 +26,7 @@ def paged_attention_parts(
     sliding_window: int | None = None,
 ) -> torch.Tensor:
     """Each kind of sequence through its own op."""
-    num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
+    num_kv_heads, head_dim = k_cache.shape[1], head_dim_of(k_cache)
     query = rows.view(len(rows), -1, head_dim)[:, : -2 * num_kv_heads]
     scale, num_decodes = head_dim**-0.5, batch.num_decodes
     parts = []
@@ -61,7 +62,7 @@ def paged_attention_cpu(
     rows: PlannedRows, k_cache: torch.Tensor, v_cache: torch.Tensor, *, sliding_window: int | None = None
 ) -> PlannedRows:
     """Planned: `kernels/cpu/attention.h`; the batch is a step's."""
-    num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
+    num_kv_heads, head_dim = k_cache.shape[1], head_dim_of(k_cache)
     num_heads = rows.columns // head_dim - 2 * num_kv_heads
     return rows.plan.add(
         Kind.ATTENTION,

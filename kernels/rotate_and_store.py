@@ -12,6 +12,7 @@ import torch
 
 from kernels.cpu.plan import AnyRows, AnyTensor, PlannedRows
 from kernels.cpu.structs import Kind
+from kernels.eight_bit_heads import head_dim_of
 from kernels.rms_norm import rms_norm_reference
 from kernels.rotary_embedding import rotary_embedding_reference
 from kernels.store_kv_cache import store_kv_cache_reference
@@ -28,7 +29,7 @@ def rotate_and_store_reference(
     eps: float = 0.0,
 ) -> torch.Tensor:
     """Plain torch."""
-    num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
+    num_kv_heads, head_dim = k_cache.shape[1], head_dim_of(k_cache)
     heads = rows.view(len(rows), -1, head_dim)
     first_value = heads.shape[1] - num_kv_heads
     query, key, value = heads.tensor_split((first_value - num_kv_heads, first_value), dim=1)
@@ -49,7 +50,7 @@ def rotate_and_store_cpu(
     eps: float = 0.0,
 ) -> PlannedRows:
     """Planned: `kernels/cpu/rotate_and_store.h`; positions and slots are a step's."""
-    num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
+    num_kv_heads, head_dim = k_cache.shape[1], head_dim_of(k_cache)
     query_norm, key_norm = (None, None) if norms is None else (each.float().contiguous() for each in norms)
     return rows.plan.add(
         Kind.ROTATE_AND_STORE,

@@ -3,7 +3,8 @@
 Shapes: key, value [num_tokens, num_kv_heads, head_dim]; k_cache, v_cache one layer's views
 [num_blocks, num_kv_heads, block_size, head_dim] of one block-major cache: equal strides, one head's tile
 [block_size, head_dim] contiguous, every other stride a multiple of head_dim; slots [num_tokens] int64,
-`block_id * block_size + offset`, no slot twice. The caches are mutated; a cache of another dtype rounds.
+`block_id * block_size + offset`, no slot twice. The caches are mutated; a cache of another dtype rounds, and an int8
+one holds heads as `eight_bit_heads` says, head_dim + 4 wide.
 Source: Kwon et al. 2023, Efficient Memory Management for Large Language Model Serving with PagedAttention, section 4.
 """
 
@@ -11,20 +12,23 @@ from __future__ import annotations
 
 import torch
 
+from kernels.eight_bit_heads import quantize_heads
+
 
 def store_kv_cache_reference(
     key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """Plain torch: one row copy of head_dim elements for each token and head."""
-    num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
-    block_step, head_step = k_cache.stride(0) // head_dim, k_cache.stride(1) // head_dim
+    """Plain torch: one row copy for each token and head."""
+    num_blocks, num_kv_heads, block_size, width = k_cache.shape
+    block_step, head_step = k_cache.stride(0) // width, k_cache.stride(1) // width
     num_rows = (num_blocks - 1) * block_step + (num_kv_heads - 1) * head_step + block_size
     blocks = torch.div(slots, block_size, rounding_mode="floor")
     first_rows = blocks * (block_step - block_size) + slots
     rows = (first_rows[:, None] + torch.arange(num_kv_heads, device=slots.device) * head_step).flatten()
     for new, cache in ((key, k_cache), (value, v_cache)):
-        flat = cache.as_strided((num_rows, head_dim), (head_dim, 1), cache.storage_offset())
-        flat.index_copy_(0, rows, new.reshape(-1, head_dim).to(cache.dtype))
+        flat = cache.as_strided((num_rows, width), (width, 1), cache.storage_offset())
+        stored = quantize_heads(new) if cache.dtype == torch.int8 else new.to(cache.dtype)
+        flat.index_copy_(0, rows, stored.reshape(-1, width))
 
 
 def store_kv_cache(

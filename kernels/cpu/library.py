@@ -113,6 +113,8 @@ def load(cache_dir: Path, instruction_set: str | None = None) -> ctypes.CDLL:
     library.weir_runner_create.restype = ctypes.c_void_p
     library.weir_runner_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     library.weir_runner_run.restype = None
+    library.weir_runner_sample.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32]
+    library.weir_runner_sample.restype = None
     library.weir_runner_destroy.argtypes = [ctypes.c_void_p]
     sizes = (ctypes.c_int64 * len(STRUCTS))()
     library.weir_struct_sizes(sizes)

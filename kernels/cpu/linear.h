@@ -14,6 +14,7 @@ constexpr int FLOAT_TILE = LANES == 16 ? 12 : LANES == 8 ? 6 : 5;  // rows
 constexpr int INTEGER_TILE = LANES == 16 ? 8 : 4;
 constexpr int BLOCK_BYTES = 192 << 10;  // of input rows that stay in a core's own cache while panels pass by
 constexpr int CHUNKS_PER_THREAD = 4;
+constexpr int PREFETCH_BYTES = 2048;  // how far ahead of the products weights are fetched
 
 template <Format FORMAT>
 INLINE Vec load_weights(const uint8_t* panel, int index) {
@@ -26,7 +27,9 @@ template <Format FORMAT, int R>
 INLINE void multiply_floats(const uint8_t* panel, int num_inputs, const Buffer& input, int64_t row, Vec (&sums)[R][VECS]) {
   const float* const x = input.floats(row);
   const int64_t stride = input.stride / 4;
+  constexpr int SIZE = FORMAT == Format::FLOAT32 ? 4 : 2;
   for (int i = 0; i < num_inputs; i++) {
+    prefetch(panel + i * PANEL * SIZE + PREFETCH_BYTES, 1);
     Vec weights[VECS];
     UNROLL for (int v = 0; v < VECS; v++) weights[v] = load_weights<FORMAT>(panel, i * PANEL + v * LANES);
     UNROLL for (int r = 0; r < R; r++) {
@@ -42,6 +45,7 @@ INLINE void multiply_int8(const uint8_t* panel, int num_inputs, const Buffer& in
   const float* scales = input.scales(row);
   const int64_t stride = input.stride / 4;
   for (int left = num_inputs; left > 0; left -= GROUP, x += GROUP, scales++, panel += INT8_GROUP_BYTES) {
+    prefetch(panel + PREFETCH_BYTES, INT8_GROUP_BYTES);
     IntVec products[R][VECS];
     dot_int8<R>(panel, x, input.stride, products);
     const uint16_t* const halves = reinterpret_cast<const uint16_t*>(panel + INT8_BYTES);
@@ -60,6 +64,7 @@ INLINE void multiply_int4(const uint8_t* panel, int num_inputs, const Buffer& in
   const float* scales = input.scales(row);
   const int64_t stride = input.stride / 4, num_groups = num_inputs / GROUP;
   for (int left = num_inputs; left > 0; left -= GROUP, x += GROUP, scales++, panel += INT4_GROUP_BYTES) {
+    prefetch(panel + PREFETCH_BYTES, INT4_GROUP_BYTES);
     IntVec products[R][VECS];
     dot_int4<R>(panel, x, input.stride, products);
     const uint16_t* const halves = reinterpret_cast<const uint16_t*>(panel + INT4_BYTES);

@@ -10,15 +10,30 @@ import ctypes
 import mmap
 import weakref
 from collections.abc import Callable
+from ctypes import Array
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import torch
 
 from kernels.cpu.packed_matrix import GROUP, PackedMatrix
-from kernels.cpu.structs import BatchStruct, BufferStruct, CacheStruct, Format, Kind, OpStruct, RowFormat
+from kernels.cpu.structs import (
+    BatchStruct,
+    BufferStruct,
+    CacheStruct,
+    Format,
+    Kind,
+    OpStruct,
+    RowFormat,
+    SampleRowStruct,
+)
 
-KV_FORMATS = {torch.float32: Format.FLOAT32, torch.float16: Format.FLOAT16, torch.bfloat16: Format.BFLOAT16}
+KV_FORMATS = {
+    torch.float32: Format.FLOAT32,
+    torch.float16: Format.FLOAT16,
+    torch.bfloat16: Format.BFLOAT16,
+    torch.int8: Format.INT8,
+}
 DEFAULT_SPINS = 2000
 """Pauses before a waiting thread sleeps, some 20 us."""
 
@@ -176,7 +191,8 @@ class Plan:
         """Give every row its place and start the threads; the last op's rows are what a step gives.
 
         Args:
-            cache: the paged cache, [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+            cache: the paged cache, [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], or wider
+                where heads are as `eight_bit_heads` says.
             num_threads: with the one that calls `run`.
         """
         result = self._ops[-1].output
@@ -230,6 +246,10 @@ class Plan:
         )
         self.library.weir_runner_run(self._runner, ctypes.byref(struct))
         return self._result[: num_logits if self._ops[-1].output.is_for_logits else num_tokens]
+
+    def sample(self, rows: Array[SampleRowStruct], num_scores: int) -> None:
+        """Fill in the tokens of `rows`, each of `num_scores` scores; see `kernels.sample`."""
+        self.library.weir_runner_sample(self._runner, rows, len(rows), num_scores)
 
     def close(self) -> None:
         """End the threads, which also end with the plan."""

@@ -19,6 +19,12 @@ INLINE void rotate(float* head, const float* cos_sin, int rotary_dim) {
 INLINE void write_head(Format format, uint8_t* to, const float* from, int head_dim) {
   if (format == Format::FLOAT32) {
     memcpy(to, from, sizeof(float) * head_dim);
+  } else if (format == Format::INT8) {
+    float most = 0;
+    for (int i = 0; i < head_dim; i++) most = __builtin_fabsf(from[i]) > most ? __builtin_fabsf(from[i]) : most;
+    const float scale = most / 127.0f, inverse = most > 0 ? 127.0f / most : 0.0f;
+    for (int i = 0; i < head_dim; i++) to[i] = static_cast<uint8_t>(static_cast<int8_t>(__builtin_rintf(from[i] * inverse)));
+    memcpy(to + head_dim, &scale, sizeof scale);
   } else {
     uint16_t* const halves = reinterpret_cast<uint16_t*>(to);
     for (int i = 0; i < head_dim; i++) halves[i] = format == Format::FLOAT16 ? float_to_half(from[i]) : float_to_bfloat(from[i]);
@@ -30,7 +36,7 @@ inline void rotate_and_store_row(const Op& op, const Cache& cache, const Batch& 
   const float* const cos_sin = op.cos_sin + batch.positions[row] * op.rotary_dim;
   const int64_t slot = batch.slots[row];
   const int64_t place = slot / cache.block_size * cache.block_bytes +
-                        slot % cache.block_size * op.head_dim * cache.element_bytes();
+                        slot % cache.block_size * cache.token_bytes(op.head_dim);
   for (int index = 0; index < op.num_heads + op.num_kv_heads; index++) {
     float* const head = heads + index * op.head_dim;
     const float* const weight = index < op.num_heads ? op.weight : op.second_weight;

@@ -110,6 +110,12 @@ INLINE Vec load_bfloat(const uint16_t* from) {
   return reinterpret_cast<Vec>(words);
 }
 
+// LANES integers.
+INLINE Vec load_int8(const int8_t* from) {
+  typedef int8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+  return __builtin_convertvector(__builtin_convertvector(*reinterpret_cast<const Bytes*>(from), IntVec), Vec);
+}
+
 // The lanes of `value` added pairwise: those half a vector apart first, neighbours last.
 INLINE float sum_lanes(Vec value) {
 #if defined(__AVX2__) && !defined(__AVX512F__)

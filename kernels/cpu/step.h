@@ -59,12 +59,16 @@ struct Op {
   uint8_t* values;
 };
 
+// Keys and values. One head of one token: `head_dim` values; INT8: that many integers, then their float scale.
 struct Cache {
   int64_t block_bytes, head_bytes;  // from block to block, from head to head
   int32_t block_size;
   Format format;
 
-  int64_t element_bytes() const { return format == Format::FLOAT32 ? 4 : 2; }
+  int64_t token_bytes(int head_dim) const {
+    if (format == Format::INT8) return head_dim + sizeof(float);
+    return int64_t{head_dim} * (format == Format::FLOAT32 ? 4 : 2);
+  }
 };
 
 struct Batch {

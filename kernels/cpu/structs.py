@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
 
@@ -107,4 +107,16 @@ class BatchStruct(ctypes.Structure):
     )
 
 
-STRUCTS = (BufferStruct, MatrixStruct, OpStruct, CacheStruct, BatchStruct)
+class SampleRowStruct(ctypes.Structure):
+    _fields_ = (
+        ("scores", c_void_p),
+        ("temperature", c_double),
+        ("min_p", c_double),
+        ("top_p", c_double),
+        ("uniform", c_double),
+        ("top_k", c_int32),
+        ("token", c_int32),
+    )
+
+
+STRUCTS = (BufferStruct, MatrixStruct, OpStruct, CacheStruct, BatchStruct, SampleRowStruct)

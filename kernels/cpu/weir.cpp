@@ -9,6 +9,7 @@
 #include "pack.h"
 #include "rms_norm.h"
 #include "rotate_and_store.h"
+#include "sample.h"
 #include "thread_team.h"
 
 namespace weir {
@@ -41,11 +42,23 @@ class Runner {
     team_.run(*this, static_cast<int>(ops_.size()));
   }
 
+  // Fills in the tokens of `rows`, each of `num_scores` scores.
+  void sample(SampleRow* rows, int num_rows, int num_scores) {
+    struct Work {
+      SampleRow* rows;
+      int num_rows, num_scores;
+      std::vector<Scratch>& scratch;
+      int num_chunks(int) const { return num_rows; }
+      void chunk(int, int row, int thread) { sample_row(rows[row], num_scores, scratch[thread].sample); }
+    } work{rows, num_rows, num_scores, scratch_};
+    team_.run(work, 1);
+  }
+
   int num_chunks(int phase) const {
     const Op& op = ops_[phase];
     switch (op.kind) {
       case Kind::LINEAR: return LinearCut(op, *batch_, team_.num_threads()).num_chunks();
-      case Kind::ATTENTION: return AttentionCut(op, *batch_, team_.num_threads()).num_items(*batch_);
+      case Kind::ATTENTION: return AttentionCut(op, *batch_, team_.num_threads()).num_chunks;
       default: return ceil_div(num_rows(op, *batch_), ROWS_PER_CHUNK);
     }
   }
@@ -65,6 +78,7 @@ class Runner {
   struct Scratch {
     std::vector<float> row, memory;
     std::unique_ptr<AttentionScratch> attention;
+    SampleScratch sample;
   };
 
   void do_row(const Op& op, int row, float* scratch) const {
@@ -92,9 +106,9 @@ using namespace weir;
 
 extern "C" {
 
-// Sizes of Buffer, Matrix, Op, Cache and Batch.
+// Sizes of Buffer, Matrix, Op, Cache, Batch and SampleRow.
 EXPORT void weir_struct_sizes(int64_t* sizes) {
-  const int64_t all[] = {sizeof(Buffer), sizeof(Matrix), sizeof(Op), sizeof(Cache), sizeof(Batch)};
+  const int64_t all[] = {sizeof(Buffer), sizeof(Matrix), sizeof(Op), sizeof(Cache), sizeof(Batch), sizeof(SampleRow)};
   memcpy(sizes, all, sizeof all);
 }
 
@@ -122,6 +136,10 @@ EXPORT void* weir_runner_create(const Op* ops, int32_t num_ops, const Cache* cac
 }
 
 EXPORT void weir_runner_run(void* runner, const Batch* batch) { static_cast<Runner*>(runner)->run(*batch); }
+
+EXPORT void weir_runner_sample(void* runner, SampleRow* rows, int32_t num_rows, int32_t num_scores) {
+  static_cast<Runner*>(runner)->sample(rows, num_rows, num_scores);
+}
 
 EXPORT void weir_runner_destroy(void* runner) { delete static_cast<Runner*>(runner); }
 }

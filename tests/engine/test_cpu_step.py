@@ -11,6 +11,7 @@ import torch
 from tests.fakes.gguf_model import write_tiny_gguf
 from tests.fakes.reference_model import Conversation
 from tests.kernels.cpu_library import needs_compiler
+from weir.engine.batch import Batch, ScheduledSequence
 from weir.engine.config import EngineConfig
 from weir.engine.model_runner import ModelRunner
 from weir.engine.prepare import prepare
@@ -18,11 +19,12 @@ from weir.engine.prepare import prepare
 pytestmark = needs_compiler
 
 SEQUENCES = [[3 + (7 * length + 11 * index) % 380 for index in range(length)] for length in (150, 70, 33, 2)]
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+SIZES: dict[str, int] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
 
 
-def prepare_tiny(tmp_path: Path, family: str, quantization: str) -> Path:
-    write_tiny_gguf(tmp_path / "tiny.gguf", family, quantization=quantization, tie_word_embeddings=True, **SIZES)
+def prepare_tiny(tmp_path: Path, family: str, quantization: str, **sizes: int) -> Path:
+    sizes = SIZES | sizes
+    write_tiny_gguf(tmp_path / "tiny.gguf", family, quantization=quantization, tie_word_embeddings=True, **sizes)
     return prepare(str(tmp_path / "tiny.gguf"), output=tmp_path / "prepared")
 
 
@@ -39,6 +41,7 @@ def make_runner(model_dir: Path, **settings: object) -> ModelRunner:
         ("BF16", {"dtype": "bfloat16", "kv_cache_dtype": "float32"}),
         ("Q8_0", {"quantization": "auto"}),
         ("Q4_1", {"quantization": "auto"}),
+        ("Q8_0", {"quantization": "auto", "kv_cache_dtype": "int8"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -79,6 +82,50 @@ def test_quantised_weights_compute_what_they_stand_for(
     found = Conversation(make_runner(model_dir, quantization=quantization), SEQUENCES).finish(200)
     for one, other in zip(found, exact, strict=True):
         assert (one - other).square().mean().sqrt() < tolerance * other.square().mean().sqrt()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("kernel_cache_dir", [Path("~/.cache/weir/kernels"), None], ids=["kernels", "torch"])
+def test_an_eight_bit_cache_moves_the_logits_by_little(
+    tmp_path: Path, family: str, kernel_cache_dir: Path | None
+) -> None:
+    model_dir = prepare_tiny(tmp_path, family, "F32")
+    exact = Conversation(make_runner(model_dir), SEQUENCES).finish(200)
+    runner = make_runner(model_dir, kv_cache_dtype="int8", kernel_cache_dir=kernel_cache_dir)
+    assert runner.layout.token_bytes * 4 < make_runner(model_dir).layout.token_bytes * 1.2
+    for one, other in zip(Conversation(runner, SEQUENCES).finish(64), exact, strict=True):
+        assert 0 < (one - other).square().mean().sqrt() < 0.02 * other.square().mean().sqrt()
+
+
+def test_a_prompt_of_8192_tokens_takes_memory_for_its_rows_alone(tmp_path: Path) -> None:
+    length = 8192
+    model_dir = prepare_tiny(tmp_path, "llama", "Q8_0", max_position_embeddings=length)
+    tokens = tuple(3 + 11 * index % 380 for index in range(length))
+    last_rows = []
+    for budget in (length, 512):
+        runner = ModelRunner(
+            EngineConfig(model_dir=model_dir, num_blocks=512, max_num_batched_tokens=budget, quantization="auto")
+        )
+        before = _memory_kib("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
+        for start in range(0, length, budget):
+            part = ScheduledSequence(
+                sequence_id="long",
+                token_ids=tokens[start : start + budget],
+                start=start,
+                block_ids=range(512),
+                num_logits=1,
+            )
+            logits = runner.execute(Batch.from_scheduled([part], 16, torch.device("cpu")))
+        # The scores of one head alone, all against all, would be 256 MiB.
+        assert _memory_kib("VmHWM") - before < 64 << 10
+        last_rows.append(logits.clone())
+    assert torch.equal(*last_rows)
+
+
+def _memory_kib(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def test_packed_weights_are_written_once_and_mapped(tmp_path: Path) -> None:

@@ -561,6 +561,22 @@ class TestHandoff:
         target.run()
         assert target.num_free_blocks == 21
 
+    def test_steps_leave_their_share_while_kv_is_computed_elsewhere(self) -> None:
+        target = EngineHarness(compute_share=0.25)
+        target.submit(make_request("r", PROMPT, max_tokens=9))
+
+        def take_two_seconds(batch: Batch) -> None:
+            target.now_s += 2
+
+        target.runner.before_execute = take_two_seconds
+        target.step()
+        assert target.engine.rest_s() == 0, "nobody computes for this engine"
+        target.engine.claim(make_request("c", PROMPT), "c")
+        target.step()
+        assert target.engine.rest_s() == 6
+        target.engine.release_claim("c")
+        assert target.engine.rest_s() == 0
+
     def test_claim_does_not_overtake_who_waits_for_blocks(self) -> None:
         target = EngineHarness(num_blocks=19)
         target.submit(make_request("r", [1], max_tokens=70))

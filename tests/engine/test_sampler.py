@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -11,10 +12,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels.cpu.plan import Plan
+from tests.kernels.cpu_library import SETS, make_sampling_plan
 from weir.core.request import SamplingParams
 from weir.engine.sampler import SamplingRow, draw_uniform, sample
 
 VOCAB_SIZE = 23
+
+
+@pytest.fixture(scope="module", params=["torch", *SETS])
+def plan(request: pytest.FixtureRequest) -> Iterator[Plan | None]:
+    """Who draws: torch, or the CPU kernels of an instruction set."""
+    made = None if request.param == "torch" else make_sampling_plan(request.param)
+    yield made
+    if made is not None:
+        made.close()
 
 
 def make_row(params: SamplingParams, index: int = 0, **fields: object) -> SamplingRow:
@@ -114,8 +126,8 @@ def rows(draw: st.DrawFn, index: int) -> SamplingRow:
     )
 
 
-@given(st.data())
-def test_every_rule_equals_the_reference(data: st.DataObject) -> None:
+@given(data=st.data())
+def test_every_rule_equals_the_reference(plan: Plan | None, data: st.DataObject) -> None:
     batch = [data.draw(rows(index)) for index in range(data.draw(st.integers(1, 6)))]
     # Quarters: equal logits are common, and sums are exact enough for a plain reference.
     values = data.draw(
@@ -123,19 +135,20 @@ def test_every_rule_equals_the_reference(data: st.DataObject) -> None:
     )
     logits = torch.tensor(values, dtype=torch.float32).view(len(batch), VOCAB_SIZE) / 4
     before = logits.clone()
-    tokens = [item.token_id for item in sample(logits, batch)]
+    tokens = [item.token_id for item in sample(logits, batch, plan)]
     assert tokens == [reference_token(logits[index].numpy(), row) for index, row in enumerate(batch)]
     assert torch.equal(logits, before), "the logits belong to the caller"
     alone = [
-        sample(logits[index : index + 1], [replace(row, logits_row=0)])[0].token_id for index, row in enumerate(batch)
+        sample(logits[index : index + 1], [replace(row, logits_row=0)], plan)[0].token_id
+        for index, row in enumerate(batch)
     ]
     assert alone == tokens, "a neighbour changed a choice"
 
 
-def test_draws_follow_the_distribution() -> None:
+def test_draws_follow_the_distribution(plan: Plan | None) -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]]).repeat(4000, 1)
     batch = [make_row(SamplingParams(seed=7), index, token_ids=[0] * (index + 1)) for index in range(4000)]
-    counts = np.bincount([item.token_id for item in sample(logits, batch)], minlength=4)
+    counts = np.bincount([item.token_id for item in sample(logits, batch, plan)], minlength=4)
     expected = torch.softmax(logits[0].double(), dim=0).numpy() * 4000
     chi_square = float(((counts - expected) ** 2 / expected).sum())
     assert chi_square < 16.3, "three degrees of freedom, p = 0.001"
@@ -162,20 +175,20 @@ def test_greedy_takes_the_lowest_id_of_equals() -> None:
     assert [item.token_id for item in sample(logits, [make_row(greedy, 0), make_row(greedy, 1)])] == [0, 30_000]
 
 
-def test_choices_may_share_a_row() -> None:
+def test_choices_may_share_a_row(plan: Plan | None) -> None:
     logits = torch.zeros((1, VOCAB_SIZE))
     batch = [make_row(SamplingParams(seed=3), 0, choice_index=index) for index in range(8)]
-    assert len({item.token_id for item in sample(logits, batch)}) > 1
+    assert len({item.token_id for item in sample(logits, batch, plan)}) > 1
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 5e-324, 1e-6])
-def test_smallest_temperatures_are_greedy(temperature: float) -> None:
+def test_smallest_temperatures_are_greedy(plan: Plan | None, temperature: float) -> None:
     logits = torch.tensor([[1.0, 3.0, -1000.0, 2.999]])
-    (item,) = sample(logits, [make_row(SamplingParams(temperature=temperature))])
+    (item,) = sample(logits, [make_row(SamplingParams(temperature=temperature))], plan)
     assert item.token_id == 1
 
 
-def test_large_vocabulary_is_truncated_exactly() -> None:
+def test_large_vocabulary_is_truncated_exactly(plan: Plan | None) -> None:
     generator = torch.Generator().manual_seed(5)
     logits = (torch.randn(6, 30_000, generator=generator) * 3).round(decimals=1)
     params = [
@@ -189,7 +202,7 @@ def test_large_vocabulary_is_truncated_exactly() -> None:
     for _ in range(3):
         params = [replace(item, seed=item.seed + 100) for item in params]
         batch = [make_row(item, index) for index, item in enumerate(params)]
-        for row, item in zip(batch, sample(logits, batch), strict=True):
+        for row, item in zip(batch, sample(logits, batch, plan), strict=True):
             assert item.token_id == _reference_large(logits[row.logits_row].double().numpy(), row)
 
 
@@ -208,11 +221,11 @@ def _reference_large(scores: np.ndarray, row: SamplingRow) -> int:
 
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.5)])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_logits_that_are_not_finite_are_refused(params: SamplingParams, value: float) -> None:
+def test_logits_that_are_not_finite_are_refused(plan: Plan | None, params: SamplingParams, value: float) -> None:
     logits = torch.zeros((2, VOCAB_SIZE))
     logits[1, 4] = value
     with pytest.raises(FloatingPointError):
-        sample(logits, [make_row(params, 0), make_row(params, 1)])
+        sample(logits, [make_row(params, 0), make_row(params, 1)], plan)
 
 
 def test_logprobs_are_of_the_untouched_distribution() -> None:
@@ -228,5 +241,5 @@ def test_logprobs_are_of_the_untouched_distribution() -> None:
     assert item.logprobs.top_logprobs == pytest.approx((2 - normalizer, 2 - normalizer))
 
 
-def test_no_rows_give_no_tokens() -> None:
-    assert sample(torch.zeros((0, VOCAB_SIZE)), []) == ()
+def test_no_rows_give_no_tokens(plan: Plan | None) -> None:
+    assert sample(torch.zeros((0, VOCAB_SIZE)), [], plan) == ()

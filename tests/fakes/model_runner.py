@@ -99,6 +99,7 @@ class FakeModelRunner:
         )
         self.num_blocks = config.num_blocks
         self.cache = PagedKvCache(self.layout, self.num_blocks, torch.device("cpu"))
+        self.plan = None
         words = self.cache.tensor.view(torch.int32).numpy().view(np.uint32)
         self._words = words.reshape(self.num_blocks, 2, config.block_size)
         self._words[:] = 0xDEADBEEF  # what nobody wrote is no token's digest

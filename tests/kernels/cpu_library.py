@@ -70,3 +70,11 @@ def run_linear(
         return plan.run(batch_of(len(rows), len(rows))).clone()
     finally:
         plan.close()
+
+
+def make_sampling_plan(instruction_set: str) -> Plan:
+    """A plan whose threads draw tokens; what it computes beside that is of no matter."""
+    plan = Plan(library(instruction_set), 1, 1)
+    given(plan, torch.zeros(1, 1))
+    plan.prepare(NO_CACHE, num_threads=2)
+    return plan

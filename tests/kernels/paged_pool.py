@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.eight_bit_heads import SCALE_BYTES, dequantize_heads, quantize_heads
+
 NUM_LAYERS = 3
 GUARD_BLOCKS = 2
 
@@ -15,8 +17,8 @@ class PagedPool:
     """One layer of a block-major cache whose other layers and guard blocks at both ends are NaN.
 
     Attributes:
-        whole: [guards + num_blocks + guards, layers, 2, num_kv_heads, block_size, head_dim].
-        keys, values: layer 1 without guards, [num_blocks, num_kv_heads, block_size, head_dim].
+        whole: [guards + num_blocks + guards, layers, 2, num_kv_heads, block_size, width].
+        keys, values: layer 1 without guards, [num_blocks, num_kv_heads, block_size, width].
     """
 
     whole: torch.Tensor
@@ -26,15 +28,25 @@ class PagedPool:
     def poison_is_untouched(self) -> bool:
         others = self.whole[:, [0, 2]]
         guards = torch.cat((self.whole[:GUARD_BLOCKS, 1], self.whole[-GUARD_BLOCKS:, 1]))
-        return bool(others.isnan().all() and guards.isnan().all())
+        return _is_poison(others) and _is_poison(guards)
+
+
+def _poison(tensor: torch.Tensor) -> None:
+    """NaN; as eight bits it is -1 all over, which makes every scale NaN."""
+    tensor.fill_(-1 if tensor.dtype == torch.int8 else float("nan"))
+
+
+def _is_poison(tensor: torch.Tensor) -> bool:
+    return bool((tensor == -1).all() if tensor.dtype == torch.int8 else tensor.isnan().all())
 
 
 def make_pool(
     num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype = torch.float32
 ) -> PagedPool:
     """An empty layer: zeros in layer 1, NaN elsewhere."""
-    shape = (num_blocks + 2 * GUARD_BLOCKS, NUM_LAYERS, 2, num_kv_heads, block_size, head_dim)
-    whole = torch.full(shape, float("nan"), dtype=dtype)
+    width = head_dim + SCALE_BYTES if dtype == torch.int8 else head_dim
+    whole = torch.empty(num_blocks + 2 * GUARD_BLOCKS, NUM_LAYERS, 2, num_kv_heads, block_size, width, dtype=dtype)
+    _poison(whole)
     inner = whole[GUARD_BLOCKS : GUARD_BLOCKS + num_blocks, 1]
     inner.zero_()
     return PagedPool(whole, inner[:, 0], inner[:, 1])
@@ -62,19 +74,20 @@ def fill(
     """Store random sequences in blocks in random order."""
     counts = [-(-length // block_size) for length in lengths]
     pool = make_pool(sum(counts), num_kv_heads, block_size, head_dim, dtype)
-    pool.keys.fill_(float("nan"))
-    pool.values.fill_(float("nan"))
+    _poison(pool.keys)
+    _poison(pool.values)
     free = torch.randperm(sum(counts)).tolist()
     keys, values, tables = [], [], []
     for length, count in zip(lengths, counts, strict=True):
         table = [free.pop() for _ in range(count)]
-        key, value = (torch.randn(length, num_kv_heads, head_dim).to(dtype) for _ in range(2))
+        heads = torch.randn(2, length, num_kv_heads, head_dim)
+        key, value = quantize_heads(heads) if dtype == torch.int8 else heads.to(dtype)
         for position in range(length):
             block, offset = table[position // block_size], position % block_size
             pool.keys[block, :, offset] = key[position]
             pool.values[block, :, offset] = value[position]
-        keys.append(key)
-        values.append(value)
+        keys.append(dequantize_heads(key) if dtype == torch.int8 else key)
+        values.append(dequantize_heads(value) if dtype == torch.int8 else value)
         tables.append(table + [table[0]] * (max(counts) - count))
     return Context(
         pool=pool,

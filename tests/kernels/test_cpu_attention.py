@@ -51,7 +51,9 @@ def attend(
 @pytest.mark.parametrize("is_prefill", [False, True], ids=["decode", "prefill"])
 @pytest.mark.parametrize("instruction_set", SETS)
 @pytest.mark.parametrize(("num_kv_heads", "group", "head_dim"), [(1, 1, 64), (2, 4, 40), (1, 5, 64), (2, 3, 128)])
-@pytest.mark.parametrize(("block_size", "dtype"), [(1, torch.float32), (16, torch.float16), (256, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("block_size", "dtype"), [(1, torch.float32), (16, torch.float16), (256, torch.bfloat16), (16, torch.int8)]
+)
 def test_attention_equals_plain_attention(
     instruction_set: str,
     dtype: torch.dtype,
@@ -74,14 +76,15 @@ def test_attention_equals_plain_attention(
     assert context.pool.poison_is_untouched()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8], ids=str)
 @pytest.mark.parametrize("instruction_set", SETS)
 @pytest.mark.parametrize("window", [None, 70])
 def test_a_row_of_attention_is_the_same_bits_alone_as_in_a_long_prompt(
-    instruction_set: str, window: int | None
+    instruction_set: str, window: int | None, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(1)
     length, block_size = 200, 16
-    context = fill([length], 2, block_size, 64)
+    context = fill([length], 2, block_size, 64, dtype)
     query = torch.randn(length, 6, 64)
     (whole,) = attend(instruction_set, context, [query], window=window, num_threads=2)
     for position in (0, 1, 63, 64, 65, 130, 199):

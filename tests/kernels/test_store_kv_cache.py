@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.eight_bit_heads import dequantize_heads, quantize_heads
+from kernels.gather_kv_cache import gather_kv_cache
 from kernels.store_kv_cache import store_kv_cache
 from tests.kernels.paged_pool import make_pool
 
@@ -35,3 +37,16 @@ def test_a_smaller_cache_dtype_rounds(dtype: torch.dtype) -> None:
     store_kv_cache(key, value, pool.keys, pool.values, torch.tensor([0, 5, 7]))
     assert torch.equal(pool.keys[1, :, 1], key[1].to(dtype))
     assert torch.equal(pool.values[1, :, 3], value[2].to(dtype))
+
+
+def test_an_eight_bit_cache_gives_back_each_head_within_half_its_scale() -> None:
+    pool = make_pool(3, 2, 4, 40, torch.int8)
+    key, value = torch.randn(5, 2, 40), torch.randn(5, 2, 40) * 1e4
+    value[4, 1] = 0
+    slots = torch.tensor([0, 5, 7, 8, 11])
+    store_kv_cache(key, value, pool.keys, pool.values, slots)
+    for new, cache in ((key, pool.keys), (value, pool.values)):
+        found = gather_kv_cache(cache, torch.tensor([[0, 1, 2]]))[0][:, slots].transpose(0, 1)
+        assert torch.equal(found, dequantize_heads(quantize_heads(new)))
+        assert ((found - new).abs() <= new.abs().amax(dim=2, keepdim=True) / 254 * 1.0001).all()
+    assert pool.poison_is_untouched()

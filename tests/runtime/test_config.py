@@ -64,6 +64,7 @@ def test_config_flag_wins_over_config_variable(tmp_path: Path) -> None:
         (["--is-fast=off"], "is_fast", False),
         (["--no-is-fast"], "is_fast", False),
         (["--hosts", "a, b", "--hosts", "c"], "hosts", ("a", "b", "c")),
+        (["--hosts", "a", "b,c"], "hosts", ("a", "b", "c")),
         (["--policy", "refuse"], "policy", Policy.REFUSE),
         (["--share", "1"], "share", 1.0),
         (["--secret", "none"], "secret", None),
@@ -204,3 +205,13 @@ def test_a_positional_field_takes_the_words_without_a_flag() -> None:
 
     assert ask() == Question()
     assert ask("what", "is", "it", "--depth", "2") == Question(text="what is it", depth=2)
+
+
+def test_a_variable_may_have_a_name_of_its_own() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Client:
+        model: str | None = setting(None, help="", variable="WEIR_MODEL_NAME")
+
+    environ = {"WEIR_MODEL": "means something else", "WEIR_MODEL_NAME": "a"}
+    assert load_config(Client, [], prog="client", environ=environ).model == "a"
+    assert load_config(Client, ["--model", "b"], prog="client", environ=environ).model == "b"

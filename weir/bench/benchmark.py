@@ -162,7 +162,7 @@ async def _drive_all(
 
 async def _drive(run: Run, perform: Perform, until: Deadline, clock: Clock) -> None:
     if run.burst:
-        await burst_among(run.exchanges, run.burst, perform)
+        await burst_among(run.exchanges, run.burst, perform, until=until, clock=clock)
     elif run.concurrency is not None:
         await closed_loop(run.exchanges, perform, concurrency=run.concurrency, until=until, clock=clock)
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import ssl
 from itertools import pairwise
 from typing import cast
@@ -15,7 +14,7 @@ from weir.bench.failure import CONNECT, PROTOCOL, TIMEOUT, UNFINISHED, ExchangeE
 from weir.bench.http_response import HttpResponse
 from weir.bench.record import RequestRecord
 from weir.bench.request_plan import Endpoint, RequestPlan
-from weir.bench.server_address import CONNECT_TIMEOUT_S, ServerAddress
+from weir.bench.server_address import CONNECT_TIMEOUT_S, ServerAddress, refusal_of
 from weir.core.deadline import Clock
 
 EVENT_STREAM = "text/event-stream"
@@ -165,7 +164,7 @@ class _Connection(asyncio.Protocol):
         """The response is whole; is the answer? Raises ExchangeError."""
         status = self._response.status
         if status != 200:
-            raise ExchangeError(f"http_{status}", _message_of(self._refusal))
+            raise ExchangeError(f"http_{status}", refusal_of(self._refusal))
         kind = self._response.headers.get("content-type", EVENT_STREAM)
         if not kind.startswith(EVENT_STREAM):
             raise ExchangeError(PROTOCOL, f"the answer is {kind}, no stream of events")
@@ -185,11 +184,3 @@ def _request_head(url: httpx.URL, address: ServerAddress) -> bytes:
     }
     lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     return f"POST {url.raw_path.decode()} HTTP/1.1\r\n{lines}".encode()
-
-
-def _message_of(refusal: bytes) -> str:
-    try:
-        error = json.loads(refusal)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, LookupError, TypeError):
-        return refusal.decode(errors="replace").strip() or "no reason given"

@@ -1,7 +1,7 @@
 """An HTTP/1.1 response as it comes in: bytes in, body out, no I/O.
 
-The client shares the machine with the server it measures. A streamed token through httpx costs it some 150 us, through
-this some 5, and the time it is stamped with is that of the loop's own callback.
+The client may share the machine with the server it measures: at 32 streams a token costs it 32 us of CPU, with httpx
+160, and it is stamped in the loop's own callback.
 
 Source: RFC 9112, sections 4, 6 and 7.1.
 """

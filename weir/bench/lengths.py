@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from weir.core.errors import ConfigError
 
 MAX_TOKENS = 1_000_000
-FORMS = "a number of tokens, LOW:HIGH, or lognormal:MEDIAN:SIGMA:MAXIMUM"
+FORMS = f"a number of tokens, LOW:HIGH, or lognormal:MEDIAN:SIGMA:MAXIMUM, each from 1 to {MAX_TOKENS:,}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,22 +28,20 @@ class Lengths:
     @classmethod
     def parse(cls, text: str, *, name: str) -> Lengths:
         """Read one of FORMS. Raises ConfigError that begins with `name`."""
-        kind, *numbers = text.split(":") if ":" in text else ("", text, text)
+        parts = text.split(":")
         try:
-            if kind == "lognormal":
-                median, sigma, high = int(numbers[0]), float(numbers[1]), int(numbers[2])
-                lengths = cls(low=1, high=high, median=median, sigma=sigma)
-                is_right = len(numbers) == 3 and 1 <= median <= high and math.isfinite(sigma) and sigma > 0
+            if parts[0] == "lognormal":
+                _, median, sigma, high = parts
+                lengths = cls(low=1, high=int(high), median=int(median), sigma=float(sigma))
+                is_right = 1 <= lengths.median <= lengths.high and 0 < lengths.sigma < math.inf
             else:
-                low, high = int(kind or numbers[0]), int(numbers[-1])
-                lengths = cls(low=low, high=high)
-                is_right = text.count(":") <= 1 and 1 <= low <= high
-        except (ValueError, IndexError):
+                low, high = parts if len(parts) > 1 else parts * 2
+                lengths = cls(low=int(low), high=int(high))
+                is_right = 1 <= lengths.low <= lengths.high
+        except ValueError:
             is_right = False
-        if not is_right:
+        if not is_right or lengths.high > MAX_TOKENS:
             raise ConfigError(f"{name}: {text!r} is not {FORMS}", param=name)
-        if lengths.high > MAX_TOKENS:
-            raise ConfigError(f"{name}: {text!r} is above the maximum of {MAX_TOKENS:,} tokens", param=name)
         return lengths
 
     def draw(self, rng: random.Random) -> int:

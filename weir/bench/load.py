@@ -41,13 +41,17 @@ async def open_loop(exchanges: Sequence[Exchange], perform: Perform, *, until: D
             group.create_task(_perform(perform, exchange))
 
 
-async def burst_among(steady: Sequence[Exchange], burst: Sequence[Exchange], perform: Perform) -> None:
-    """Begin all of `steady` and, once each has had its awaited pieces of text, all of `burst`."""
+async def burst_among(
+    steady: Sequence[Exchange], burst: Sequence[Exchange], perform: Perform, *, until: Deadline, clock: Clock
+) -> None:
+    """Begin all of `steady` and, once each has had its awaited pieces of text, all of `burst`, unless after `until`."""
     async with asyncio.TaskGroup() as group:
         for exchange in steady:
             group.create_task(_perform(perform, exchange))
         for exchange in steady:
             await exchange.reached.wait()
+        if until.is_past(clock):
+            return
         for exchange in burst:
             group.create_task(_perform(perform, exchange))
 

@@ -92,10 +92,11 @@ class GoodputLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Of the requests of one run or of several. Times, tokens and rates are those of requests that succeeded.
+    """Of the requests of one run or of several. Those that failed count in no time, token or rate.
 
     Attributes:
-        num_unfinished: running when the measurement was interrupted.
+        num_unfinished: running when the measurement was interrupted; what they had by then counts in `ttft_s`, `itl_s`
+            and tokens.
         duration_s: from the first request sent to the last one's end.
         goodput_share: of all requests, whether they succeeded or not.
     """
@@ -125,9 +126,10 @@ def summarize(records: Sequence[RequestRecord], limits: GoodputLimits, *, durati
         duration_s = duration_of(records)
     succeeded = [record for record in records if record.failure is None]
     failed = [record.failure for record in records if record.failure is not None and record.is_finished]
+    begun = [record for record in records if record.failure is None or not record.is_finished]
     num_good = sum(limits.are_met_by(record) for record in records)
-    input_tokens = sum(record.input_tokens for record in succeeded)
-    output_tokens = sum(record.output_tokens for record in succeeded)
+    input_tokens = sum(record.input_tokens for record in begun if record.ttft_s is not None)
+    output_tokens = sum(record.output_tokens for record in begun)
 
     def rate(count: int) -> float:
         return count / duration_s if duration_s > 0 else 0.0
@@ -146,9 +148,9 @@ def summarize(records: Sequence[RequestRecord], limits: GoodputLimits, *, durati
         total_tokens_per_s=rate(input_tokens + output_tokens),
         goodput_requests_per_s=rate(num_good),
         goodput_share=num_good / len(records) if records else 0.0,
-        ttft_s=Distribution.of([record.ttft_s for record in succeeded if record.ttft_s is not None]),
+        ttft_s=Distribution.of([record.ttft_s for record in begun if record.ttft_s is not None]),
         tpot_s=Distribution.of([record.tpot_s for record in succeeded if record.tpot_s is not None]),
-        itl_s=Distribution.of([gap for record in succeeded for gap in record.itl_s]),
+        itl_s=Distribution.of([gap for record in begun for gap in record.itl_s]),
         e2el_s=Distribution.of([record.e2el_s for record in succeeded]),
     )
 

@@ -26,7 +26,7 @@ def notes_on(
             f"{interference.num_ended_early} of {interference.steady.num_requests} steady streams ended "
             "before the burst's last first token"
         )
-    num_hits = sum((record.cached_tokens or 0) > workload.shared_prefix_tokens for record in done)
+    num_hits = sum(_num_unexpected_hits(record, workload) > 0 for record in done)
     if num_hits:
         yield (
             f"{num_hits} of {len(done)} prompts had more in the server's prefix cache than the "
@@ -35,6 +35,12 @@ def notes_on(
     late_s = max(record.sent_s - record.due_s for record in records)
     if any(record.due_s for record in records) and late_s > LATE_S:
         yield f"this client fell behind: a request was sent {late_s * 1000:.0f} ms after it was due"
+
+
+def _num_unexpected_hits(record: RequestRecord, workload: Workload) -> int:
+    """Tokens found in a prefix cache beside the shared prefix and what a chat's template puts before it."""
+    template = max(0, record.input_tokens - record.asked_input_tokens)
+    return (record.cached_tokens or 0) - workload.shared_prefix_tokens - template
 
 
 def _on_inputs(done: Sequence[RequestRecord]) -> Iterator[str]:

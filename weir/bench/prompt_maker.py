@@ -66,10 +66,20 @@ class PromptMaker:
         self._prefix = _NOTHING
 
     async def share_prefix(self, num_tokens: int) -> None:
-        """From now on prompts begin with the same `num_tokens` tokens, drawn anew by each call; 0 ends it."""
+        """From now on prompts begin with the same `num_tokens` tokens, drawn anew by each call; 0 ends it.
+
+        Raises:
+            ConfigError: no text of this length was found.
+        """
         self._prefix = _NOTHING
-        if num_tokens:
-            self._prefix = await self._draw(num_tokens)
+        if not num_tokens:
+            return
+        for _ in range(MAX_DRAWS):
+            drawn = await self._draw(num_tokens)
+            if await self._stays_whole(drawn):
+                self._prefix = drawn
+                return
+        raise ConfigError(f"shared_prefix_tokens: no text of {num_tokens} tokens stays the same before another")
 
     async def make(self, num_tokens: int) -> Prompt:
         """A prompt with `num_tokens` of its own, after the shared prefix if there is one.
@@ -81,26 +91,35 @@ class PromptMaker:
         content = made.token_ids if self._kind is PromptKind.TOKENS else made.text
         return Prompt(content=content, num_tokens=len(made.token_ids))
 
+    async def _stays_whole(self, prefix: _Tokenized) -> bool:
+        """Whether its tokens are the same when more text follows. One that ends in a blank may be other tokens then."""
+        if self._kind is PromptKind.TOKENS:
+            return True
+        encoded = await self._codec.encode(f"{prefix.text} a", add_special_tokens=self._add_special_tokens)
+        return encoded[: len(prefix.token_ids)] == prefix.token_ids
+
     async def _draw(self, num_tokens: int) -> _Tokenized:
+        num_shared = len(self._prefix.token_ids)
         for _ in range(MAX_DRAWS):
             token_ids = await self._long_enough(num_tokens)
-            if token_ids[0] in self._first_ids:
-                continue
             made = await self._join(token_ids, num_tokens)
-            if made is not None:
-                self._first_ids.add(token_ids[0])
+            if made is None:
+                continue
+            # Without a prefix special tokens come first, which all texts have.
+            first_id = made.token_ids[num_shared] if num_shared else token_ids[0]
+            if first_id not in self._first_ids:
+                self._first_ids.add(first_id)
                 return made
         if self._first_ids:  # a long run uses them up; the words after the first still tell prompts apart
             self._first_ids.clear()
             return await self._draw(num_tokens)
-        raise ConfigError(f"input_tokens: no text has exactly {num_tokens} tokens for this tokenizer")
+        raise ConfigError(f"input_tokens: no text was found that has {num_tokens} tokens for this tokenizer")
 
     async def _long_enough(self, num_tokens: int) -> tuple[int, ...]:
         """Tokens of a new piece of text, more than `num_tokens`, so that a cut is never its end."""
         num_chars = num_tokens * CHARS_PER_TOKEN
         while True:
-            # The blank lets it follow a prefix without growing together with it.
-            text = " " + self._corpus.draw(self._rng, num_chars)
+            text = self._corpus.draw(self._rng, num_chars)
             token_ids = await self._codec.encode(text, add_special_tokens=False)
             if len(token_ids) > num_tokens:
                 return token_ids
@@ -111,10 +130,11 @@ class PromptMaker:
         prefix = self._prefix
         if self._kind is PromptKind.TOKENS:
             return _Tokenized(token_ids=prefix.token_ids + token_ids[:num_tokens])
+        head = f"{prefix.text} " if prefix.text else ""  # the blank keeps the two from growing together
         wanted = len(prefix.token_ids) + num_tokens
         num_own = num_tokens
         for _ in range(MAX_CUTS):
-            text = prefix.text + await self._codec.decode(token_ids[:num_own])
+            text = head + await self._codec.decode(token_ids[:num_own])
             encoded = await self._codec.encode(text, add_special_tokens=self._add_special_tokens)
             if len(encoded) == wanted:
                 is_shared = encoded[: len(prefix.token_ids)] == prefix.token_ids

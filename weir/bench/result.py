@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -71,9 +72,16 @@ class BenchResult:
         if self.interference is not None:
             document |= _interference(self.interference)
         if len(self.runs) > 1 and self.interference is None:
-            document["sweep"] = [{"request_rate": run.request_rate, **_summary(run.summary)} for run in self.runs]
+            document["sweep"] = [
+                {"request_rate": _finite(run.request_rate), **_summary(run.summary)} for run in self.runs
+            ]
         document["requests"] = [_record(record) for run in self.runs for record in run.records]
         return document
+
+
+def _finite(rate: float | None) -> float | None:
+    """JSON has no infinity."""
+    return None if rate is None or math.isinf(rate) else rate
 
 
 def _summary(summary: Summary) -> dict[str, Any]:

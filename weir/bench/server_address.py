@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from weir.core.errors import ConfigError, UnavailableError
 
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 60.0
+MAX_REFUSAL_BYTES = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +38,9 @@ class ServerAddress:
             url = httpx.URL(base_url)
         except httpx.InvalidURL as exc:
             raise ConfigError(f"base_url: {base_url!r} is no URL: {exc}", param="base_url") from exc
-        if url.scheme not in ("http", "https") or not url.host or url.query or url.fragment:
+        is_port = url.port is None or 1 <= url.port <= 65535
+        has_more = url.userinfo or url.query or url.fragment
+        if url.scheme not in ("http", "https") or not url.host or not is_port or has_more:
             raise ConfigError(f"base_url: {base_url!r} is not http://host:port", param="base_url")
         given = str(url).rstrip("/")
         root = re.sub(r"/v\d+$", "", given)
@@ -71,34 +75,51 @@ class ServerQuestions:
         if wanted is not None:
             return wanted
         try:
-            return str(response.json()["data"][0]["id"])
-        except (ValueError, LookupError, TypeError) as exc:
+            return str(_field_of(response, "data")[0]["id"])
+        except (LookupError, TypeError) as exc:
+            said = refusal_of(response.content)
             raise UnavailableError(
-                f"{self._address.api}/models names no model (HTTP {response.status_code}): {response.text[:200]}; "
-                "give --model"
+                f"/models of the server names no model: {said} (HTTP {response.status_code}); give --model"
             ) from exc
 
     async def server_name(self) -> str | None:
-        """What the server says of itself."""
+        """What the server says of itself, if anything."""
         response = await self._send("GET", f"{self._address.root}/version")
-        words = [response.headers.get("server", "")]
-        if response.status_code == 200:
-            words.append(response.text.strip()[:100])
-        return " ".join(word for word in words if word) or None
+        said = {"server": response.headers.get("server"), "version": _field_of(response, "version")}
+        return ", ".join(f"{name} {word}" for name, word in said.items() if word) or None
 
-    async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
-        """The answer of a POST; None for any but a JSON object."""
+    async def ask(self, path: str, body: dict[str, Any], field: str) -> Any:
+        """One field of the answer to a POST.
+
+        Raises:
+            UnavailableError: the server's own words, or that there is no such field.
+        """
         response = await self._send("POST", f"{self._address.root}{path}", body)
-        if response.status_code != 200:
-            return None
-        try:
-            answer = response.json()
-        except ValueError:
-            return None
-        return answer if isinstance(answer, dict) else None
+        value = _field_of(response, field)
+        if response.status_code != 200 or value is None:
+            said = refusal_of(response.content)
+            raise UnavailableError(f"{path} of the server: {said} (HTTP {response.status_code})")
+        return value
 
     async def _send(self, method: str, url: str, body: dict[str, Any] | None = None) -> httpx.Response:
         try:
             return await self._client.request(method, url, json=body)
         except httpx.TransportError as exc:
             raise UnavailableError(f"no server answers at {self._address.root}: {exc or type(exc).__name__}") from exc
+
+
+def refusal_of(body: bytes) -> str:
+    """The message of an error as OpenAI words it, or the start of whatever it is."""
+    try:
+        error = json.loads(body)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, LookupError, TypeError):
+        return body[:MAX_REFUSAL_BYTES].decode(errors="replace").strip() or "no reason given"
+
+
+def _field_of(response: httpx.Response, name: str) -> Any:
+    """A field of a JSON object; None where there is none."""
+    try:
+        return response.json()[name]
+    except (ValueError, LookupError, TypeError):
+        return None

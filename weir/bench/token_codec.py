@@ -52,35 +52,26 @@ class ServerCodec:
 
     @classmethod
     async def find(cls, questions: ServerQuestions, model: str) -> ServerCodec:
-        """Raises ConfigError when the server has no such endpoint."""
+        """Raises ConfigError when the server has no such endpoint, or refuses the model."""
+        refusals: list[str] = []
         for speaks_llama_cpp in (False, True):
             codec = cls(questions, model, speaks_llama_cpp=speaks_llama_cpp)
-            if await codec._encode("a weir", add_special_tokens=False):
-                return codec
-        raise ConfigError("tokenizer: the server has no /tokenize; give --tokenizer DIR", param="tokenizer")
+            try:
+                if await codec.encode("a weir", add_special_tokens=False):
+                    return codec
+            except UnavailableError as exc:
+                refusals.append(exc.message)
+        raise ConfigError(f"tokenizer: {refusals[0]}; give --tokenizer DIR", param="tokenizer")
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        token_ids = await self._encode(text, add_special_tokens=add_special_tokens)
-        if token_ids is None:
-            raise UnavailableError("the server's /tokenize failed for a text it should know; give --tokenizer DIR")
-        return token_ids
-
-    async def decode(self, token_ids: Sequence[int]) -> str:
-        body: dict[str, Any] = {"tokens": list(token_ids)}
-        if not self._speaks_llama_cpp:
-            body["model"] = self._model
-        answer = await self._questions.ask("/detokenize", body)
-        text = (answer or {}).get("content" if self._speaks_llama_cpp else "prompt")
-        if not isinstance(text, str):
-            raise UnavailableError("the server has no /detokenize; give --tokenizer DIR or --prompt-kind tokens")
-        return text
-
-    async def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...] | None:
         if self._speaks_llama_cpp:
             body: dict[str, Any] = {"content": text, "add_special": add_special_tokens}
         else:
             body = {"model": self._model, "prompt": text, "add_special_tokens": add_special_tokens}
-        token_ids = (await self._questions.ask("/tokenize", body) or {}).get("tokens")
-        if isinstance(token_ids, list) and all(isinstance(token_id, int) for token_id in token_ids):
-            return tuple(token_ids)
-        return None
+        return tuple(await self._questions.ask("/tokenize", body, "tokens"))
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        body: dict[str, Any] = {"tokens": list(token_ids)}
+        if self._speaks_llama_cpp:
+            return str(await self._questions.ask("/detokenize", body, "content"))
+        return str(await self._questions.ask("/detokenize", {"model": self._model, **body}, "prompt"))

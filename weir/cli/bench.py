@@ -67,7 +67,9 @@ def _write(result: BenchResult, config: BenchConfig, salt: str) -> None:
     if config.json is None:
         return
     versions = {"weir": __version__, "python": platform.python_version(), "platform": platform.platform()}
-    document = json.dumps(result.to_dict(config={**config.described(), "salt": salt}, versions=versions), indent=1)
+    document = json.dumps(
+        result.to_dict(config={**config.described(), "salt": salt}, versions=versions), indent=1, allow_nan=False
+    )
     if config.json == STANDARD_OUTPUT:
         sys.stdout.write(document + "\n")
     else:

@@ -18,8 +18,6 @@ from weir.runtime.config import child_environment
 
 LOOPBACK = "127.0.0.1"
 REDIS_MEMORY = "256mb"
-PREFILL_NICENESS = 10
-"""Prefill yields to decode: on two cores the slowest decode steps take 61 ms instead of 72 ms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +56,10 @@ class LocalCluster:
         num_prefill, num_decode = self.config.num_prefill, self.config.decode
         ports = iter(free_ports(num_prefill + num_decode))
         for number in range(1, num_decode + 1):
-            yield self._worker("decode", number, model, next(ports))
+            extra = ["--compute-share", str(self.config.decode_compute_share)]
+            yield self._worker("decode", number, model, next(ports), *extra)
         for number in range(1, num_prefill + 1):
-            extra = ["--nice", str(PREFILL_NICENESS)]
+            extra = ["--nice", str(self.config.prefill_nice)]
             if self.config.redis is None:  # then nobody on another machine can ask for the blocks
                 extra += ["--transfer-listen", f"unix://{self.run.sockets / f'prefill-{number}.sock'}"]
             yield self._worker("prefill", number, model, next(ports), *extra)
@@ -120,6 +119,8 @@ class LocalCluster:
     @property
     def num_threads(self) -> int:
         """Compute threads of one worker: all cores for a pair, since prefill and decode are seldom busy together."""
+        if self.config.num_threads is not None:
+            return self.config.num_threads
         num_workers = self.config.num_prefill + self.config.decode
         return max(1, min(usable_cores(), 2 * usable_cores() // num_workers))
 

@@ -31,6 +31,14 @@ class UpConfig:
     block_size: int = setting(16, help="tokens in a KV block", minimum=1, maximum=4096)
     max_model_len: int | None = setting(None, help="longest sequence; none takes the model's own", minimum=1)
     kv_cache_memory_bytes: int | None = setting(None, help="memory of each worker's KV pool", minimum=1)
+    num_threads: int | None = setting(None, help="compute threads of each worker; none divides the cores", minimum=1)
+    prefill_nice: int = setting(10, help="niceness of prefill workers: decode goes first", minimum=0, maximum=19)
+    decode_compute_share: float = setting(
+        0.5,
+        help="share of the time for decode steps while prompts are computed; the rest is left to prefill workers",
+        minimum=0.05,
+        maximum=1.0,
+    )
     drain_s: float = setting(30.0, help="how long running requests may go on after Ctrl-C", minimum=0)
     home: Path = setting(Path("~/.cache/weir"), help="where models and logs are kept")
 

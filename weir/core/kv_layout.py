@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-KV_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8_e4m3": 1}
+KV_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+KV_SCALE_BYTES = {"int8": 4}
+"""Behind each head of each token, what its integers are multiplied with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +42,14 @@ class KvLayout:
     kv_dtype: str
 
     @property
+    def head_bytes(self) -> int:
+        """Bytes of K or V of one head of one token."""
+        return self.head_dim * KV_DTYPE_BYTES[self.kv_dtype] + KV_SCALE_BYTES.get(self.kv_dtype, 0)
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token, all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * KV_DTYPE_BYTES[self.kv_dtype]
+        return 2 * self.num_layers * self.num_kv_heads * self.head_bytes
 
     @property
     def block_bytes(self) -> int:

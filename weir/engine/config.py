@@ -8,6 +8,7 @@ from pathlib import Path
 from weir.core.errors import ConfigError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_CACHE_DTYPES = (*DTYPES, "int8")
 DEVICES = ("auto", "cpu", "cuda")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
@@ -30,6 +31,8 @@ class EngineConfig:
         max_model_len: longest sequence, prompt and output together; None is the model's own.
         quantization: of weights on a CPU: auto keeps about the bits of the checkpoint, none makes them `dtype`.
         num_threads: threads of a step on a CPU; None leaves it to torch.
+        compute_share: of the time, while sequences wait for KV from elsewhere; what is left is for the workers of the
+            same cores that compute it.
         kernel_cache_dir: where compiled CPU kernels are kept; None computes with torch alone.
 
     Raises:
@@ -50,12 +53,13 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     quantization: str = "none"
     num_threads: int | None = None
+    compute_share: float = 1.0
     kernel_cache_dir: Path | None = Path("~/.cache/weir/kernels")
 
     def __post_init__(self) -> None:
         for name, allowed in (
             ("dtype", DTYPES),
-            ("kv_cache_dtype", DTYPES),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
             ("device", DEVICES),
             ("quantization", QUANTIZATIONS),
         ):
@@ -74,11 +78,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1", param=name)
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(
-                f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be over 0 and at most 1",
-                param="gpu_memory_utilization",
-            )
+        for name in ("gpu_memory_utilization", "compute_share"):
+            value = getattr(self, name)
+            if not 0 < value <= 1:
+                raise ConfigError(f"{name} is {value}; it must be over 0 and at most 1", param=name)
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs, "

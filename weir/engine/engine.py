@@ -72,6 +72,7 @@ class Engine:
             self._cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.token_budget()
         )
         self._computation = StepComputation(runner)
+        self._compute_share = config.compute_share
         self._sequences: dict[str, Sequence] = {}
         self._hold_owners: dict[str, Sequence] = {}
         self._deadlines = SequenceQueue(lambda sequence: (sequence.request.deadline.at_s, sequence.arrival))
@@ -229,6 +230,10 @@ class Engine:
         self.update_stats()
         self.flush()
         return True
+
+    def rest_s(self) -> float:
+        """How long to leave the cores to those who compute KV for sequences here, so that they get their share."""
+        return self.meter.last_step_s * (1 / self._compute_share - 1) if self._scheduler.num_importing else 0.0
 
     def flush(self) -> None:
         """Deliver the news that commands or a step left behind."""

@@ -164,21 +164,38 @@ class EngineThread:
     def _serve(self, engine: Engine) -> bool:
         """Commands and steps until told to stop, which is answered with False."""
         has_work = False
-        while self._run_commands(engine, waits=not has_work):
+        while self._rest(engine) if has_work else self._idle(engine):
             if engine.meter.failure is None:
                 has_work = engine.step()
                 if self._event_readers and engine.has_kv_events:
                     self._to_loop(self._hand_over_events, self._event_readers.popleft(), engine.take_kv_events())
         return False
 
-    def _run_commands(self, engine: Engine, *, waits: bool) -> bool:
-        """Run what is in the inbox; with `waits`, sleep until there is something or a deadline. False means stop."""
+    def _idle(self, engine: Engine) -> bool:
+        """Nothing can be computed: sleep until commands come, and run them, or until a deadline. False means stop."""
         try:
-            command = self._inbox.get(block=waits, timeout=self._idle_timeout_s(engine))
+            command = self._inbox.get(timeout=self._idle_timeout_s(engine))
         except queue.Empty:
-            if waits:
-                self._check_idle(engine)
+            self._check_idle(engine)
             return True
+        return self._run_commands(engine, command)
+
+    def _rest(self, engine: Engine) -> bool:
+        """Between two steps: run the commands that are there, or come while the engine rests. False means stop."""
+        ends_s = self._clock() + engine.rest_s()
+        while True:
+            rest_s = max(0.0, ends_s - self._clock())
+            try:
+                command = self._inbox.get(block=rest_s > 0, timeout=rest_s)
+            except queue.Empty:
+                return True
+            if not self._run_commands(engine, command):
+                return False
+            if not rest_s:
+                return True
+
+    def _run_commands(self, engine: Engine, command: Callable[[], None] | None) -> bool:
+        """Run `command` and what else is in the inbox. False means stop."""
         self._is_checked = False
         # No more than are here now: a flood of commands must not hold up the next step.
         for _ in range(self._inbox.qsize()):

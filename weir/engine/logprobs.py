@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
+from kernels.top_tokens import find_kth_largest, order_above
 from weir.core.request import TokenLogprobs
-from weir.engine.top_tokens import find_kth_largest, order_above
 
 ROWS_AT_ONCE = 32
 """Rows that are widened to float64 together: 12 MB at a vocabulary of 49,152."""

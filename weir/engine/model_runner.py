@@ -49,6 +49,7 @@ class ModelRunner:
         num_blocks: blocks in the cache.
         max_model_len: longest sequence, in tokens.
         cache: the KV of all sequences.
+        plan: the model as the CPU kernels run it; None where torch does.
 
     Raises:
         ModelLoadError: the checkpoint is broken; names the file or the tensor.
@@ -87,11 +88,11 @@ class ModelRunner:
             self._model = Decoder(decoder_config, weights, self.max_model_len, self._device)
         self.num_blocks = self._choose_num_blocks(config, free_memory)
         self.cache = PagedKvCache(self.layout, self.num_blocks, self._device)
-        self._plan: Plan | None = None
+        self.plan: Plan | None = None
         if library is not None:
-            self._plan = Plan(library, max_tokens=config.token_budget(), max_logits=config.token_budget())
-            self._model(PlannedBatch(self._plan), self.cache)
-            self._plan.prepare(self.cache.tensor, config.num_threads or torch.get_num_threads())
+            self.plan = Plan(library, max_tokens=config.token_budget(), max_logits=config.token_budget())
+            self._model(PlannedBatch(self.plan), self.cache)
+            self.plan.prepare(self.cache.tensor, config.num_threads or torch.get_num_threads())
         logger.info(
             "model loaded",
             extra={
@@ -106,8 +107,8 @@ class ModelRunner:
     def execute(self, batch: Batch) -> torch.Tensor:
         """Compute `batch`, writing its KV: float32 logits [num_logits, vocab_size], valid until the next call."""
         with torch.inference_mode():
-            if self._plan is not None:
-                return self._plan.run(batch)
+            if self.plan is not None:
+                return self.plan.run(batch)
             logits = self._model(batch, self.cache)
             assert isinstance(logits, torch.Tensor)
             return logits.float()

@@ -20,7 +20,7 @@ from weir.core.kv_layout import KvLayout
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's keys and values, each a strided view [num_blocks, num_kv_heads, block_size, head_dim]."""
+    """One layer's keys and values, each a strided view [num_blocks, num_kv_heads, block_size, width]."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -35,14 +35,16 @@ class PagedKvCache:
         device: where they live.
 
     Attributes:
-        tensor: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+        tensor: [num_blocks, num_layers, 2, num_kv_heads, block_size, width]; the width is head_dim, but for int8 as
+            `kernels.eight_bit_heads` says.
     """
 
     def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
         dtype: torch.dtype = getattr(torch, layout.kv_dtype)
+        width = layout.head_bytes // dtype.itemsize
+        shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, width)
         self._bytes: memoryview | None = None
         if device.type == "cpu":
             mapping = mmap.mmap(-1, num_blocks * layout.block_bytes)
@@ -102,6 +104,5 @@ class PagedKvCache:
     def _as_slabs(self, raw: memoryview, block_size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         """Bytes of whole blocks as [num_blocks, layers and K or V and heads, block_size, bytes of a head]."""
         layout = self.layout
-        head_bytes = layout.head_dim * self.tensor.element_size()
         tiles = layout.num_layers * 2 * layout.num_kv_heads
-        return np.frombuffer(raw, dtype=np.uint8).reshape(-1, tiles, block_size, head_bytes)
+        return np.frombuffer(raw, dtype=np.uint8).reshape(-1, tiles, block_size, layout.head_bytes)

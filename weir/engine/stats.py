@@ -76,6 +76,7 @@ class EngineMeter:
         self.num_steps = 0
         self.has_work = False
         self.last_step_ended_s = now_s
+        self.last_step_s = 0.0
         self.failure: str | None = None
         self._step_started_s = now_s
         self._recent_steps_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
@@ -94,7 +95,8 @@ class EngineMeter:
     def end_step(self, now_s: float, *, num_tokens: int) -> None:
         self.last_step_ended_s = now_s
         self.num_steps += 1
-        self._recent_steps_s.append(now_s - self._step_started_s)
+        self.last_step_s = now_s - self._step_started_s
+        self._recent_steps_s.append(self.last_step_s)
         self._iteration_tokens.append(num_tokens)
 
     def rest(self) -> None:

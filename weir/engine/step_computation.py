@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from kernels.cpu.plan import Plan
 from weir.core.errors import HopFailedError
 from weir.core.kv_layout import KvLayout
 from weir.core.model_card import ModelCard
@@ -34,6 +35,7 @@ class Runner(Protocol):
     num_blocks: int
     max_model_len: int
     cache: PagedKvCache
+    plan: Plan | None
 
     def execute(self, batch: Batch) -> torch.Tensor: ...
 
@@ -117,7 +119,7 @@ class StepComputation:
             if item.end == chunk.sequence.num_tokens:
                 rows.extend(_sampling_rows(chunk, logits_row=end - 1))
             prompt_logprobs.append(_prompt_logprobs(chunk, logits[end - item.num_logits : end]))
-        tokens = iter(sample(logits, rows))
+        tokens = iter(sample(logits, rows, self._runner.plan))
         return [
             ChunkResult(
                 tokens=tuple(next(tokens) for _ in range(_num_choices(chunk))) if _is_last(chunk) else (),

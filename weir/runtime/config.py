@@ -271,7 +271,7 @@ def _parse_flags(
             off = "--no-" + field.name.replace("_", "-")
             parser.add_argument(off, dest=field.name, action="store_const", const="false", help=argparse.SUPPRESS)
         elif field.type is tuple:
-            parser.add_argument(field.flag, dest=field.name, action="append", metavar="A,B", help=text)
+            parser.add_argument(field.flag, dest=field.name, action="extend", nargs="+", metavar="A,B", help=text)
         else:
             metavar = getattr(field.type, "__name__", "value").upper()
             parser.add_argument(field.flag, dest=field.name, metavar=metavar, help=text)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from weir.core.errors import ConfigError
 from weir.core.redis_url import RedisUrl
-from weir.engine.config import DEVICES, DTYPES, QUANTIZATIONS, EngineConfig
+from weir.engine.config import DEVICES, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineConfig
 from weir.runtime.config import setting
 from weir.runtime.logs import FORMATS, LEVELS
 
@@ -44,7 +44,7 @@ class WorkerConfig:
     )
 
     dtype: str = setting("auto", help="weights and activations", choices=DTYPES)
-    kv_cache_dtype: str = setting("auto", help="keys and values in the cache", choices=DTYPES)
+    kv_cache_dtype: str = setting("auto", help="keys and values in the cache", choices=KV_CACHE_DTYPES)
     device: str = setting("auto", help="where the model runs", choices=DEVICES)
     block_size: int = setting(16, help="tokens in a KV block", minimum=1, maximum=4096)
     num_blocks: int | None = setting(None, help="KV blocks in the pool; wins over the memory settings", minimum=1)
@@ -68,6 +68,13 @@ class WorkerConfig:
         choices=QUANTIZATIONS,
     )
     num_threads: int | None = setting(None, help="compute threads; none leaves the number to torch", minimum=1)
+    compute_share: float = setting(
+        1.0,
+        help="share of the time for steps while KV for sequences here is computed elsewhere; "
+        "below 1 where prefill workers have the same cores",
+        minimum=0.05,
+        maximum=1.0,
+    )
     kernel_cache_dir: Path = setting(
         Path("~/.cache/weir/kernels"), help="where the CPU kernels are kept that the first start compiles"
     )
@@ -119,5 +126,6 @@ class WorkerConfig:
             enable_prefix_caching=self.enable_prefix_caching,
             quantization=self.quantization,
             num_threads=self.num_threads,
+            compute_share=self.compute_share,
             kernel_cache_dir=self.kernel_cache_dir,
         )
