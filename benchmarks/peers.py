@@ -13,11 +13,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,7 +25,8 @@ from typing import Any
 
 from benchmarks.comparison import THROUGHPUTS, Comparison, Measure, ServerRun
 from benchmarks.contenders import ALL_WORKLOADS, Contender, Models, Programs, contenders
-from benchmarks.machine import busy_s, describe_machine, process_busy_s
+from benchmarks.machine import describe_machine
+from benchmarks.other_processes import OtherProcesses, await_calm
 from benchmarks.server_process import ServerFailed, ServerProcess, server_process
 from weir.cli.preparation import prepare_model
 from weir.cli.up_config import UpConfig
@@ -38,9 +37,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 START_TIMEOUT_S = 600.0
 """vLLM compiles for minutes when it meets a model for the first time."""
 MAX_OTHERS_SHARE = 0.05
-"""Of the cores; a workload that others disturbed more is measured again, up to `MAX_TRIES` times."""
-MAX_TRIES = 3
-CALM_TRIES = 60
+"""Of the cores; a workload that others disturbed more is measured again."""
 
 
 class BenchFailed(Exception):
@@ -54,12 +51,16 @@ class Plan:
     Attributes:
         begin_s: no request of a workload begins later.
         request_s: longest time of one request.
+        calm_s: longest wait, before a workload, for a second in which nobody else computes.
+        num_tries: of a workload that others disturb.
     """
 
     num_repetitions: int
     workloads: tuple[str, ...] = ALL_WORKLOADS
     begin_s: float = 180.0
     request_s: float = 180.0
+    calm_s: float = 60.0
+    num_tries: int = 3
 
     @property
     def workload_s(self) -> float:
@@ -67,7 +68,7 @@ class Plan:
         return self.begin_s + 3 * self.request_s + 30.0
 
 
-QUICK = Plan(num_repetitions=1, workloads=("w1", "w3"), begin_s=3.0, request_s=60.0)
+QUICK = Plan(num_repetitions=1, workloads=("w1", "w3"), begin_s=3.0, request_s=60.0, calm_s=0.0, num_tries=1)
 
 
 def run(chosen: Sequence[Contender], plan: Plan, tokenizer_dir: Path) -> list[ServerRun]:
@@ -106,7 +107,10 @@ def measure(contender: Contender, plan: Plan, repetition: int, tokenizer_dir: Pa
                 figures |= figures_of(result)
                 remarks += remarks_on(result, others_share)
                 print(f"  {workload}: {_progress(result)}; others {others_share:.0%}", flush=True)
-            figures[Measure.MEMORY] = sum(server.memory_mib().values())
+            if memory_mib := sum(server.memory_mib().values()):
+                figures[Measure.MEMORY] = memory_mib
+            else:
+                remarks.append("the server ended while it was measured")
     except ServerFailed as exc:
         remarks.append(str(exc))
     return ServerRun(server=contender.name, repetition=repetition, figures=figures, remarks=remarks)
@@ -121,39 +125,13 @@ def bench_undisturbed(
         BenchFailed: a run measured nothing.
     """
     tries: list[tuple[float, dict[str, Any]]] = []
-    while len(tries) < MAX_TRIES and all(share > MAX_OTHERS_SHARE for share, _ in tries):
-        _await_calm(server)
+    while len(tries) < plan.num_tries and all(share > MAX_OTHERS_SHARE for share, _ in tries):
+        await_calm(server, share=MAX_OTHERS_SHARE, timeout_s=plan.calm_s)
         others = OtherProcesses(server)
         result = bench(contender, server.url, workload, plan, tokenizer_dir)
         tries.append((others.share(), result))
     others_share, result = min(tries, key=lambda one: one[0])
     return result, others_share
-
-
-class OtherProcesses:
-    """What neither the server nor this process and its ended children did, from now on."""
-
-    def __init__(self, server: ServerProcess) -> None:
-        self._server = server
-        self._started_s = time.monotonic()
-        self._busy_s = self._measure_busy_s()
-
-    def share(self) -> float:
-        """Of all cores."""
-        elapsed_s = time.monotonic() - self._started_s
-        return max(0.0, self._measure_busy_s() - self._busy_s) / (elapsed_s * (os.cpu_count() or 1))
-
-    def _measure_busy_s(self) -> float:
-        return busy_s() - self._server.busy_s() - process_busy_s(os.getpid())
-
-
-def _await_calm(server: ServerProcess) -> None:
-    """Wait, within bounds, for a second in which nobody else computes."""
-    for _ in range(CALM_TRIES):
-        others = OtherProcesses(server)
-        time.sleep(1.0)
-        if others.share() <= MAX_OTHERS_SHARE:
-            return
 
 
 def bench(contender: Contender, url: str, workload: str, plan: Plan, tokenizer_dir: Path) -> dict[str, Any]:
@@ -199,7 +177,8 @@ def remarks_on(result: dict[str, Any], others_share: float) -> list[str]:
         reasons = ", ".join(f"{count} {kind}" for kind, count in result["failures"].items())
         remarks.append(f"{workload}: {result['num_failed']} of {result['num_requests']} requests failed ({reasons})")
     if not result["complete"]:
-        remarks.append(f"{workload}: cut short, only {result['num_requests']} requests were sent")
+        remarks.append(f"{workload}: cut short after {result['num_requests']} requests")
+    remarks += [f"{workload}: {note}" for note in result["notes"]]
     if others_share > MAX_OTHERS_SHARE:
         remarks.append(f"{workload}: other processes took {others_share:.0%} of the cores")
     return remarks

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,12 +40,19 @@ class ServerProcess:
     start_s: float
 
     def memory_mib(self) -> dict[int, float]:
-        """Of each process, by its id."""
-        return {pid: process_memory_mib(pid) for pid in _descendants(self.pid)}
+        """Of each process, by its id; nothing of a server that has ended."""
+        return self._each(process_memory_mib)
 
     def busy_s(self) -> float:
         """CPU seconds of all of them."""
-        return sum(process_busy_s(pid) for pid in _descendants(self.pid))
+        return sum(self._each(process_busy_s).values())
+
+    def _each(self, of: Callable[[int], float]) -> dict[int, float]:
+        found: dict[int, float] = {}
+        for pid in _descendants(self.pid):
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                found[pid] = of(pid)
+        return found
 
 
 @contextmanager
@@ -96,7 +103,7 @@ def weir_up_command(*options: str) -> tuple[str, ...]:
 def process_memory_mib(pid: int) -> float:
     """Proportional set size: pages that several processes map are divided among them."""
     rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    return next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")) / 1024
+    return sum(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")) / 1024
 
 
 def _answers(url: str) -> bool:
@@ -136,7 +143,7 @@ def _last_words(descriptor: int) -> str:
 def _descendants(pid: int) -> list[int]:
     found = [pid]
     for parent in found:
-        for task in Path(f"/proc/{parent}/task").iterdir():
-            with suppress(FileNotFoundError):  # a thread that has just ended
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread or process that has just ended
+            for task in Path(f"/proc/{parent}/task").iterdir():
                 found.extend(int(child) for child in (task / "children").read_text().split())
     return found
