@@ -13,13 +13,9 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import os
-import platform
-import signal
 import statistics
-import subprocess
-import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -27,13 +23,14 @@ from typing import Any
 
 import httpx
 
-from weir.cli.probes import free_ports
+from benchmarks.machine import describe_machine
+from benchmarks.server_process import ServerProcess, process_memory_mib, weir_up
 
 STREAMS = (1, 8, 32)
 PROMPT_TOKENS = 128
 OUTPUT_TOKENS = 64
 MODEL = "SmolLM2-135M-Instruct"
-START_TIMEOUT_S = 180.0
+SERVICES = ("prefill_service", "decode_service", "gateway", "valkey", "weir.cli")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,49 +44,6 @@ class Load:
     @property
     def tokens_per_s(self) -> float:
         return self.num_tokens / self.elapsed_s
-
-
-@dataclass(slots=True)
-class WeirProcess:
-    """A running `weir up`."""
-
-    process: subprocess.Popen[bytes]
-    url: str
-    start_s: float
-
-    @classmethod
-    def start(cls, *, extra: tuple[str, ...] = ()) -> WeirProcess:
-        port, grpc_port = free_ports(2)
-        url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "weir.cli", "up", "--port", str(port), "--grpc-port", str(grpc_port), *extra]
-        started_s = time.monotonic()
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while time.monotonic() - started_s < START_TIMEOUT_S:
-            if process.poll() is not None:
-                raise SystemExit(f"weir up ended with code {process.returncode}")
-            try:
-                if httpx.get(f"{url}/ready", timeout=1.0).status_code == 200:
-                    return cls(process, url, time.monotonic() - started_s)
-            except httpx.TransportError:
-                pass
-            time.sleep(0.05)
-        raise SystemExit("weir up did not get ready")
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGINT)
-        self.process.wait(60)
-
-    def memory_mib(self) -> dict[str, float]:
-        """Proportional set size of each process, shared pages divided among those that map them."""
-        found: dict[str, float] = {}
-        for pid in _descendants(self.process.pid):
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            name = next(
-                (n for n in ("prefill_service", "decode_service", "gateway", "valkey", "weir.cli") if n in command),
-                command.split()[0],
-            )
-            found[name] = found.get(name, 0.0) + _pss_mib(pid)
-        return found
 
 
 async def drive(url: str, num_streams: int, salt: str) -> Load:
@@ -161,7 +115,7 @@ class TransformersPeer:
 
     def memory_mib(self) -> float:
         assert self._process.pid is not None
-        return _pss_mib(self._process.pid)
+        return process_memory_mib(self._process.pid)
 
     def stop(self) -> None:
         self._calls.send(None)
@@ -195,10 +149,12 @@ def _serve_transformers(calls: Any) -> None:
 
 def measure(repeats: int) -> str:
     """The whole run; returns the page."""
-    WeirProcess.start().stop()  # the model is prepared and the files are in the page cache: a second start is measured
-    weir = WeirProcess.start()
-    peer = TransformersPeer()
-    try:
+    with weir_up():
+        pass  # the model is prepared and the files are in the page cache: a second start is measured
+    with ExitStack() as at_end:
+        weir = at_end.enter_context(weir_up())
+        peer = TransformersPeer()
+        at_end.callback(peer.stop)
         loads: dict[int, list[Load]] = {count: [] for count in STREAMS}
         alone: dict[int, list[float]] = {count: [] for count in STREAMS}
         batched: dict[int, list[float]] = {count: [] for count in STREAMS}
@@ -213,15 +169,20 @@ def measure(repeats: int) -> str:
                 alone[count].append(len(sample) * OUTPUT_TOKENS / peer.generate(sample, is_batched=False))
                 batched[count].append(num_tokens / peer.generate(prompts, is_batched=True))
                 print(f"repeat {repeat + 1}, {count} streams: {loads[count][-1].tokens_per_s:.1f} tok/s", flush=True)
-        memory = weir.memory_mib()
-        return _page(weir, memory, peer, loads, alone, batched)
-    finally:
-        peer.stop()
-        weir.stop()
+        return _page(weir, _memory_by_service(weir), peer, loads, alone, batched)
+
+
+def _memory_by_service(weir: ServerProcess) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for pid, size_mib in weir.memory_mib().items():
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        name = next((service for service in SERVICES if service in command), command.split()[0])
+        found[name] = found.get(name, 0.0) + size_mib
+    return found
 
 
 def _page(
-    weir: WeirProcess,
+    weir: ServerProcess,
     memory: dict[str, float],
     peer: TransformersPeer,
     loads: dict[int, list[Load]],
@@ -231,9 +192,9 @@ def _page(
     lines = [
         "# The default model on a small CPU machine",
         "",
-        f"`python -m benchmarks.default_model` on {date.today().isoformat()}: {_machine()}. SmolLM2-135M-Instruct "
-        f"(a Q4_1 file: Weir computes with its four and eight bits, transformers in fp32), {PROMPT_TOKENS} tokens in, "
-        f"{OUTPUT_TOKENS} out, one prefill and one decode worker, over HTTP. "
+        f"`python -m benchmarks.default_model` on {date.today().isoformat()}: {describe_machine()}. "
+        "SmolLM2-135M-Instruct (a Q4_1 file: Weir computes with its four and eight bits, transformers in fp32), "
+        f"{PROMPT_TOKENS} tokens in, {OUTPUT_TOKENS} out, one prefill and one decode worker, over HTTP. "
         f"Medians of {len(loads[1])} interleaved repetitions, lowest and highest in brackets; the "
         "machine is shared, so ratios say more than figures.",
         "",
@@ -266,28 +227,6 @@ def _page(
 
 def _spread(values: list[float]) -> str:
     return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
-
-
-def _machine() -> str:
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = cpuinfo.read_text().splitlines()
-        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
-    return f"{os.cpu_count()} cores of {model}, {platform.system()}, Python {platform.python_version()}"
-
-
-def _pss_mib(pid: int) -> float:
-    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    return next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")) / 1024
-
-
-def _descendants(pid: int) -> list[int]:
-    found = [pid]
-    for parent in found:
-        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-        found.extend(int(child) for child in children)
-    return found
 
 
 def main() -> None:
