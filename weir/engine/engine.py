@@ -35,8 +35,6 @@ from weir.engine.step_computation import ChunkResult, Runner, StepComputation
 from weir.engine.token_stream import SequenceNews
 
 DENIAL_RETRY_AFTER_S = 0.2
-MAX_RESTED_STEP_S = 0.08
-"""A rest does not stretch a step beyond this: faster than people read, and within usual limits of time per token."""
 
 News = SequenceNews | PrefillProgress | WeirError
 Deliver = Callable[[list[tuple[Any, News]]], None]
@@ -235,10 +233,7 @@ class Engine:
 
     def rest_s(self) -> float:
         """How long to leave the cores to those who compute KV for sequences here, so that they get their share."""
-        if not self._scheduler.num_importing:
-            return 0.0
-        step_s = self.meter.undisturbed_step_s
-        return min(step_s * (1 / self._compute_share - 1), max(0.0, MAX_RESTED_STEP_S - step_s))
+        return self.meter.rest_s(self._compute_share) if self._scheduler.num_importing else 0.0
 
     def flush(self) -> None:
         """Deliver the news that commands or a step left behind."""

@@ -8,6 +8,8 @@ from itertools import islice
 
 NUM_RECENT_STEPS = 64
 NUM_LATEST_STEPS = 8
+MAX_RESTED_STEP_S = 0.08
+"""A rest does not stretch a step beyond this: faster than people read, and within usual limits of time per token."""
 NUM_KEPT_ITERATIONS = 4096
 
 
@@ -87,10 +89,13 @@ class EngineMeter:
     def longest_recent_step_s(self) -> float:
         return max(self._recent_steps_s, default=0.0)
 
-    @property
-    def undisturbed_step_s(self) -> float:
-        """About what a step takes now while nobody else wants the cores: the least of the latest few; 0 before any."""
-        return min(islice(reversed(self._recent_steps_s), NUM_LATEST_STEPS), default=0.0)
+    def rest_s(self, compute_share: float) -> float:
+        """How long to rest after a step, so that steps take `compute_share` of the time and no token comes late.
+
+        The least of the latest few steps is about what one takes while nobody else wants the cores.
+        """
+        step_s = min(islice(reversed(self._recent_steps_s), NUM_LATEST_STEPS), default=0.0)
+        return min(step_s * (1 / compute_share - 1), max(0.0, MAX_RESTED_STEP_S - step_s))
 
     def start_step(self, now_s: float) -> None:
         if not self.has_work:
