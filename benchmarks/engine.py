@@ -4,7 +4,8 @@
 
 Every way of storing weights takes its turn in each repetition, so that what the machine does beside it hits all alike.
 A decode step has 1, 8 or 32 sequences of 256 tokens of context; a prefill is one prompt of 512 or 1,500 tokens in one
-step. What `peaks.cpp` reaches with as many threads, in bytes read and in multiply-adds, is measured in each repetition.
+step. What `peaks.cpp` reaches with as many threads, in bytes read and in multiply-adds, is measured in each repetition;
+the second table says which share of it a step needs at least.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,6 +27,7 @@ from tests.fakes.real_model import prepare_real_model
 from weir.engine.batch import Batch, ScheduledSequence
 from weir.engine.config import EngineConfig
 from weir.engine.model_runner import ModelRunner
+from weir.engine.models.decoder_config import DecoderConfig
 
 CONTEXT = 256
 WAYS: dict[str, dict[str, object]] = {
@@ -70,6 +73,32 @@ def measure(runner: ModelRunner, work: str) -> float:
         runner.execute(batch)
         times.append(time.perf_counter() - step_s)
     return WORK[work] / statistics.median(times)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What one step has to do at least."""
+
+    num_bytes: int
+    multiply_adds: int
+
+    @classmethod
+    def of(cls, runner: ModelRunner, config: DecoderConfig, work: str) -> Cost:
+        assert runner.plan is not None
+        count = WORK[work]
+        is_prefill = work.startswith("prefill")
+        num_logits, context = (1, count // 2) if is_prefill else (count, CONTEXT)
+        num_kv_tokens = count if is_prefill else count * CONTEXT
+        in_matrices = sum(
+            matrix.num_outputs * matrix.num_inputs * (num_logits if is_for_logits else count)
+            for matrix, is_for_logits in runner.plan.matrices
+        )
+        in_attention = 2 * count * context * config.num_layers * config.num_heads * config.head_dim
+        weight_bytes = sum(matrix.num_bytes for matrix, _ in runner.plan.matrices)
+        return cls(
+            num_bytes=weight_bytes + num_kv_tokens * runner.layout.token_bytes,
+            multiply_adds=in_matrices + in_attention,
+        )
 
 
 class Peaks:
@@ -136,6 +165,20 @@ def main() -> None:
     print("| --- |" + " --- |" * len(WORK))
     for name in runners:
         print(f"| {name} | " + " | ".join(show(rates[name, work]) for work in WORK) + " |")
+    print("\n| share of what threads read / of their float32 multiply-adds | " + " | ".join(WORK) + " |")
+    print("| --- |" + " --- |" * len(WORK))
+    config = DecoderConfig.load(model_dir)
+    for name, runner in runners.items():
+        if runner.plan is not None:
+            shares = [
+                f"{cost.num_bytes * steps_per_s / statistics.median(reads):.0%} / "
+                f"{cost.multiply_adds * steps_per_s / statistics.median(products):.0%}"
+                for work in WORK
+                for cost, steps_per_s in [
+                    (Cost.of(runner, config, work), statistics.median(rates[name, work]) / WORK[work])
+                ]
+            ]
+            print(f"| {name} | " + " | ".join(shares) + " |")
 
 
 if __name__ == "__main__":

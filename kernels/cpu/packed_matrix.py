@@ -69,6 +69,7 @@ class PackedMatrix:
         self.format = format
         self.num_outputs = num_outputs
         self.num_inputs = num_inputs
+        self.num_bytes = panels.numel()
         self._library = library
         self._panels = panels
         self._order = _row_order(num_outputs, is_gated)

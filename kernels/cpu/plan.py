@@ -11,7 +11,7 @@ import mmap
 import weakref
 from collections.abc import Callable
 from ctypes import Array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
@@ -104,8 +104,9 @@ class _PlannedOp:
     input: PlannedRows | None
     output: PlannedRows
     residual: PlannedRows | None
+    matrix: PackedMatrix | None
+    keep: tuple[torch.Tensor, ...]  # owners of what the struct points to
     quantized: PlannedRows | None = None
-    keep: tuple[object, ...] = field(default_factory=tuple)  # owners of what the struct points to
 
     @property
     def read(self) -> list[PlannedRows]:
@@ -140,6 +141,12 @@ class Plan:
         self._runner: int | None = None
         self._close: Callable[[], object] = lambda: None
 
+    @property
+    def matrices(self) -> list[tuple[PackedMatrix, bool]]:
+        """Those that a step multiplies rows with, and whether only the rows whose logits are wanted."""
+        linear = [op for op in self._ops if op.struct.kind == Kind.LINEAR]
+        return [(op.matrix, op.output.is_for_logits) for op in linear if op.matrix is not None]
+
     def rows(self, columns: int, *, is_for_logits: bool = False, format: RowFormat = RowFormat.FLOAT32) -> PlannedRows:
         return PlannedRows(self, columns, is_for_logits, format)
 
@@ -158,12 +165,12 @@ class Plan:
         struct = OpStruct(kind=int(kind), is_for_logits=output.is_for_logits, **numbers)
         if matrix is not None:
             struct.matrix = matrix.struct
-        kept: list[object] = [matrix]
+        kept: list[torch.Tensor] = []
         for name, tensor in (tensors or {}).items():
             if tensor is not None:
                 setattr(struct, name, tensor.data_ptr())
                 kept.append(tensor)
-        self._ops.append(_PlannedOp(struct, input, output, residual, keep=tuple(kept)))
+        self._ops.append(_PlannedOp(struct, input, output, residual, matrix, tuple(kept)))
         return output
 
     def quantized(self, rows: PlannedRows, format: RowFormat) -> PlannedRows:

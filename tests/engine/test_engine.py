@@ -561,10 +561,9 @@ class TestHandoff:
         target.run()
         assert target.num_free_blocks == 21
 
-    def test_steps_leave_their_share_while_kv_is_computed_elsewhere(self) -> None:
+    def test_running_and_importing_sequences_share_the_time_by_their_number(self) -> None:
         target = EngineHarness(compute_share=0.25)
-        target.submit(make_request("r", PROMPT[:5], max_tokens=40, ignore_eos=True))
-
+        target.submit(make_request("r", PROMPT[:5], max_tokens=60, ignore_eos=True))
         step_s = 0.016
 
         def take_time(batch: Batch) -> None:
@@ -573,8 +572,9 @@ class TestHandoff:
         target.runner.before_execute = take_time
         target.step()
         assert target.engine.rest_s() == 0, "nobody computes for this engine"
-        target.engine.claim(make_request("c", PROMPT[:5]), "c")
-        assert target.engine.rest_s() == pytest.approx(0.048)
+        for number, rest_s in enumerate((0.016, 0.032, 0.048, 0.048)):
+            target.engine.claim(make_request(f"c{number}", PROMPT[:5]), f"c{number}")
+            assert target.engine.rest_s() == pytest.approx(rest_s)
         step_s = 0.05
         target.step()
         assert target.engine.rest_s() == pytest.approx(0.048), "one long step may have been disturbed"
@@ -586,7 +586,8 @@ class TestHandoff:
         step_s = 0.016
         target.step()
         assert target.engine.rest_s() == pytest.approx(0.048)
-        target.engine.release_claim("c")
+        for number in range(4):
+            target.engine.release_claim(f"c{number}")
         assert target.engine.rest_s() == 0
 
     def test_claim_does_not_overtake_who_waits_for_blocks(self) -> None:

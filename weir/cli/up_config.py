@@ -34,8 +34,8 @@ class UpConfig:
     num_threads: int | None = setting(None, help="compute threads of each worker; none divides the cores", minimum=1)
     prefill_nice: int = setting(10, help="niceness of prefill workers: decode goes first", minimum=0, maximum=19)
     decode_compute_share: float = setting(
-        0.5,
-        help="share of the time for decode steps while prompts are computed; the rest is left to prefill workers",
+        0.25,
+        help="least share of the time for decode steps while prompts are computed; 1 leaves prefill none",
         minimum=0.05,
         maximum=1.0,
     )

@@ -50,7 +50,7 @@ class WorkerConfig:
     num_blocks: int | None = setting(None, help="KV blocks in the pool; wins over the memory settings", minimum=1)
     kv_cache_memory_bytes: int | None = setting(
         None,
-        help="memory of the KV pool; none: on a CPU 1 GiB or one longest sequence, else gpu_memory_utilization",
+        help="memory of the KV pool; none: on a CPU 384 MiB or one longest sequence, else gpu_memory_utilization",
         minimum=1,
     )
     gpu_memory_utilization: float = setting(0.9, help="share of the GPU's memory to use", minimum=0.05, maximum=1.0)
@@ -70,7 +70,7 @@ class WorkerConfig:
     num_threads: int | None = setting(None, help="compute threads; none leaves the number to torch", minimum=1)
     compute_share: float = setting(
         1.0,
-        help="share of the time for steps while KV for sequences here is computed elsewhere; "
+        help="least share of the time for steps while KV for sequences here is computed elsewhere; "
         "below 1 where prefill workers have the same cores",
         minimum=0.05,
         maximum=1.0,
