@@ -21,7 +21,8 @@ struct SampleRow {
 struct SampleScratch {
   std::vector<float> weights;
   std::vector<double> sums;  // of each block of weights
-  std::vector<int32_t> kept;
+  std::vector<int32_t> counts, kept;
+  std::vector<double> bucket_sums;
 };
 
 constexpr int WEIGHT_SHIFT = 19;  // a bucket is an exponent and four bits of fraction
@@ -95,12 +96,12 @@ inline int draw_of_all(const SampleScratch& s, double target) {
 inline int draw_of_kept(const SampleRow& row, SampleScratch& s, double total) {
   const std::vector<float>& weights = s.weights;
   const int count = static_cast<int>(weights.size());
-  std::vector<int32_t> counts(NUM_BUCKETS);
-  std::vector<double> sums(NUM_BUCKETS);
+  s.counts.assign(NUM_BUCKETS, 0);
+  s.bucket_sums.assign(NUM_BUCKETS, 0);
   for (int i = 0; i < count; i++) {
     const int bucket = bucket_of(weights[i]);
-    counts[bucket]++;
-    sums[bucket] += weights[i];
+    s.counts[bucket]++;
+    s.bucket_sums[bucket] += weights[i];
   }
   const double share = row.top_p * total * (1 + 1e-9);  // of no consequence but for rounding
   int64_t num_above = 0;
@@ -108,8 +109,8 @@ inline int draw_of_kept(const SampleRow& row, SampleScratch& s, double total) {
   int floor = NUM_BUCKETS;
   while (floor > 0 && (row.top_k ? num_above < row.top_k : sum_above <= share)) {
     floor--;
-    num_above += counts[floor];
-    sum_above += sums[floor];
+    num_above += s.counts[floor];
+    sum_above += s.bucket_sums[floor];
   }
   if (floor > 0) floor--;  // two weights may lie in the wrong order by the last bit
   s.kept.clear();

@@ -18,10 +18,11 @@ def make_cache(block_size: int = 4, dtype: str = "float32", num_blocks: int = 8)
 def fill(cache: PagedKvCache, block_ids: list[int], num_tokens: int) -> None:
     """Give every element a value that says whose it is: position, layer, K or V, head, element."""
     layout = cache.layout
-    element = torch.arange(3 * 2 * 2 * 5, dtype=torch.float32).view(3, 2, 2, 5) / 64
+    element = torch.arange(3 * 2 * 2 * cache.tensor.shape[5], dtype=torch.float32).view(3, 2, 2, -1) / 64
     for position in range(num_tokens):
         block, offset = block_ids[position // layout.block_size], position % layout.block_size
-        cache.tensor[block, :, :, :, offset] = (position + element).to(cache.tensor.dtype)
+        values = (position + 64 * element) % 127 if layout.kv_dtype == "int8" else position + element
+        cache.tensor[block, :, :, :, offset] = values.to(cache.tensor.dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -50,7 +51,7 @@ def test_memory_starts_as_zeros() -> None:
     assert not make_cache().tensor.any()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("source_block_size", [1, 3, 4, 16])
 @pytest.mark.parametrize("block_size", [1, 4, 7])
 def test_tokens_of_another_block_size_land_by_their_position(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,8 +33,8 @@ async def check(pair: WorkerPair, expected: dict[int, list[int]], sampling: Samp
         assert stream.token_ids == expected[length], f"a prompt of {length} tokens gives other tokens"
 
 
-async def answers(model_dir: Path, sampling: SamplingParams = GREEDY) -> dict[int, list[int]]:
-    async with engine_of(model_dir, max_num_batched_tokens=512) as engine:
+async def answers(model_dir: Path, sampling: SamplingParams = GREEDY, **settings: Any) -> dict[int, list[int]]:
+    async with engine_of(model_dir, max_num_batched_tokens=512, **settings) as engine:
         return {length: await generate_alone(engine, prompt_of(length, seed=length), sampling) for length in LENGTHS}
 
 
@@ -52,6 +53,15 @@ async def test_at_every_block_size_and_chunk_hot_and_cold(
         await check(pair, expected)  # now both prefix caches are hot
         await pair.assert_at_rest()
         assert pair.decode_engine.stats().num_prompt_tokens == 0, "decode computed a prompt"
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["float16", "bfloat16", "int8"])
+async def test_with_smaller_keys_and_values(tiny_model_dir: Path, kv_cache_dtype: str) -> None:
+    smaller = {"kv_cache_dtype": kv_cache_dtype}
+    expected = await answers(tiny_model_dir, **smaller)
+    async with real_pair(tiny_model_dir, prefill=smaller, decode={"block_size": 8} | smaller) as pair:
+        await check(pair, expected)
+        await pair.assert_at_rest()
 
 
 async def test_over_a_unix_socket(tiny_model_dir: Path, tmp_path: Path) -> None:

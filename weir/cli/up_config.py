@@ -35,7 +35,7 @@ class UpConfig:
     prefill_nice: int = setting(10, help="niceness of prefill workers: decode goes first", minimum=0, maximum=19)
     decode_compute_share: float = setting(
         0.25,
-        help="least share of the time for decode steps while prompts are computed; 1 leaves prefill none",
+        help="least share of the time for decode steps while prompts are computed; 1 makes no rests",
         minimum=0.05,
         maximum=1.0,
     )
