@@ -170,7 +170,7 @@ def _stem(instruction_set: InstructionSet) -> str:
 
 
 def _compile(compiler: str, instruction_set: InstructionSet, path: Path) -> None:
-    logger.info("compiling the CPU kernels once, for %s", instruction_set.name)
+    logger.info("compiling the CPU kernels for %s, once", instruction_set.name)
     started_s = time.monotonic()
     unfinished = path.with_suffix(".tmp")
     linking = _SELF_CONTAINED if platform.system() == "Linux" else ()
@@ -186,15 +186,21 @@ def _compile(compiler: str, instruction_set: InstructionSet, path: Path) -> None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compile for every instruction set of this machine's kind: for an image that others run without a compiler."""
+    """Compile for every instruction set of this machine's kind, for an image that others run without a compiler; or for
+    the machine itself."""
     parser = argparse.ArgumentParser(prog="python -m kernels.cpu.library", description=main.__doc__)
     parser.add_argument("cache_dir", type=Path, help="where to put the libraries")
+    parser.add_argument("--best", action="store_true", help="just the set that this machine runs best")
     arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     if (compiler := find_compiler()) is None:
         raise SystemExit(_NO_COMPILER)
-    for instruction_set in INSTRUCTION_SETS:
-        if instruction_set.machine == _machine():
+    own = [each for each in INSTRUCTION_SETS if each.machine == _machine()]
+    try:
+        for instruction_set in supported_sets()[:1] if arguments.best else own:
             sys.stdout.write(f"{build(arguments.cache_dir, compiler, instruction_set)}\n")
+    except LibraryError as exc:
+        raise SystemExit(str(exc)) from exc
     return 0
 
 

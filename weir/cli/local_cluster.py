@@ -87,7 +87,7 @@ class LocalCluster:
             "metrics-port": metrics_port,
             "block-size": config.block_size,
             "num-threads": self.num_threads,
-            "kernel-cache-dir": config.home.expanduser().resolve() / "kernels",
+            "kernel-cache-dir": config.kernel_cache_dir,
             "drain-s": config.drain_s,
         }
         if config.max_model_len is not None:

@@ -62,6 +62,35 @@ async def prepare_model(
     return PreparedModel(model_dir=Path(fields["model_dir"]), name=fields["name"])
 
 
+async def compile_kernels(cache_dir: Path, *, progress: Callable[[str], None]) -> None:
+    """Have the CPU kernels in `cache_dir` before workers want them; that takes some ten seconds once.
+
+    Where it fails, the workers say what they do without. A machine with a GPU has no use for them.
+    """
+    if _has_gpu():
+        return
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kernels.cpu.library", "--best", str(cache_dir)),
+        env=child_environment({"PYTHONPATH": python_path()}),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        preexec_fn=die_with_parent,
+    )
+    assert process.stderr is not None
+    try:
+        async for raw in process.stderr:
+            progress(raw.decode(errors="replace").rstrip())
+        await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+
+
+def _has_gpu() -> bool:
+    return Path("/dev/nvidiactl").exists()
+
+
 def python_path() -> str:
     """Lets a child import Weir from where this process did, whatever its working directory."""
     return str(Path(__file__).resolve().parents[2])

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 import uvloop
 
 from weir.cli.local_cluster import LocalCluster
-from weir.cli.preparation import PreparedModel, prepare_model
+from weir.cli.preparation import PreparedModel, compile_kernels, prepare_model
 from weir.cli.probes import check_redis_answers
 from weir.cli.progress import Progress
 from weir.cli.run_directory import RunDirectory
@@ -65,6 +65,7 @@ async def _start(config: UpConfig, supervisor: Supervisor, progress: Progress, a
     home = config.home.expanduser().resolve()
     with progress:
         model = await prepare_model(config.model, home=home, progress=progress.working)
+        await compile_kernels(config.kernel_cache_dir, progress=progress.working)
         progress.working("")
         run = RunDirectory.create(home)
         at_end.callback(run.remove_sockets)

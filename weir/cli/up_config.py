@@ -48,6 +48,11 @@ class UpConfig:
             raise ConfigError(f"grpc_port: {self.grpc_port} is the port of HTTP already", param="grpc_port")
 
     @property
+    def kernel_cache_dir(self) -> Path:
+        """Where compiled CPU kernels are kept, for all workers."""
+        return self.home.expanduser().resolve() / "kernels"
+
+    @property
     def num_prefill(self) -> int:
         return 0 if self.aggregated else self.prefill
 
