@@ -74,7 +74,12 @@ def server_process(
     with tempfile.TemporaryFile() as log:
         started_s = time.monotonic()
         process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_heed_interrupts,
         )
         try:
             while not _answers(f"{url}{ready_path}"):
@@ -104,6 +109,11 @@ def process_memory_mib(pid: int) -> float:
     """Proportional set size: pages that several processes map are divided among them."""
     rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
     return sum(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")) / 1024
+
+
+def _heed_interrupts() -> None:
+    """What runs in the background of a shell ignores interrupts, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _answers(url: str) -> bool:

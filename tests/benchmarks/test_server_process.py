@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import signal
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -62,6 +64,17 @@ def test_a_server_that_is_never_ready_is_given_up() -> None:
         server_process(_python(SERVER), ready_path="/ready", timeout_s=0.5),
     ):
         pass
+
+
+def test_a_server_hears_an_interrupt_even_where_its_parent_ignores_them() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        started_s = time.monotonic()
+        with server_process(_python(SERVER), ready_path="/health", timeout_s=30, stop_timeout_s=600):
+            pass
+        assert time.monotonic() - started_s < 60
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_server_deaf_to_an_interrupt_is_killed() -> None:
