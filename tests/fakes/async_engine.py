@@ -57,6 +57,7 @@ class CountingRunner:
         self.num_blocks = config.num_blocks or 64
         self.max_model_len = config.max_model_len or min(CARD.max_model_len, self.num_blocks * config.block_size)
         self.cache = PagedKvCache(self.layout, self.num_blocks, torch.device("cpu"))
+        self.plan = None
         self._changed = threading.Condition()
         self._num_allowed = 0
         self._is_held = False
