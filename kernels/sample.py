@@ -145,7 +145,7 @@ def sample_cpu(plan: Plan, rows: Sequence[torch.Tensor], draws: Sequence[Draw]) 
                 min_p=draw.min_p,
                 top_p=draw.top_p,
                 uniform=draw.uniform,
-                top_k=draw.top_k if draw.top_k < vocab_size else 0,
+                top_k=draw.top_k if 0 < draw.top_k < vocab_size else 0,
             )
             for row, draw in zip(rows, draws, strict=True)
         )

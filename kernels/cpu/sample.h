@@ -89,7 +89,7 @@ inline int draw_of_all(const SampleScratch& s, double target) {
     sum += s.weights[token];
     if (sum > target && s.weights[token] > 0) return token;
   }
-  do token--; while (!(s.weights[token] > 0));
+  do token--; while (token > 0 && !(s.weights[token] > 0));
   return token;
 }
 
@@ -107,7 +107,7 @@ inline int draw_of_kept(const SampleRow& row, SampleScratch& s, double total) {
   int64_t num_above = 0;
   double sum_above = 0;
   int floor = NUM_BUCKETS;
-  while (floor > 0 && (row.top_k ? num_above < row.top_k : sum_above <= share)) {
+  while (floor > 0 && (num_above == 0 || (row.top_k ? num_above < row.top_k : sum_above <= share))) {
     floor--;
     num_above += s.counts[floor];
     sum_above += s.bucket_sums[floor];
@@ -147,7 +147,7 @@ inline void sample_row(SampleRow& row, int count, SampleScratch& s) {
   if (!__builtin_isfinite(best)) return;
   s.weights.resize(count);
   const float inverse = static_cast<float>(1.0 / (row.temperature > 1e-30 ? row.temperature : 1e-30));
-  const float min_p = static_cast<float>(row.min_p);
+  const float min_p = static_cast<float>(row.min_p < 1 ? row.min_p : 1);  // the best token is always left
   const auto weigh = [&](const float* scores) {
     const Vec weight = exponential((load(scores) - best) * inverse);
     return select(weight >= min_p, weight, Vec{});

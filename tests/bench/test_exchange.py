@@ -220,3 +220,18 @@ async def test_a_request_that_was_cut_keeps_what_it_had() -> None:
 
 async def test_a_request_that_was_never_begun_has_no_record() -> None:
     assert make_exchange().record("run", 90.0, 100.0) is None
+
+
+@pytest.mark.parametrize("count", [-5, "x", 3.5, True, None])
+def test_what_is_no_count_in_a_servers_usage_is_not_taken_for_one(count: object) -> None:
+    exchange = make_exchange()
+    exchange.sent_s, exchange.ended_s = 0.0, 1.0
+    exchange.answer.usage = {
+        "completion_tokens": count,
+        "prompt_tokens": count,
+        "prompt_tokens_details": {"cached_tokens": count},
+    }
+    record = exchange.record("main", 0.0, 1.0)
+    assert record is not None
+    assert (record.input_tokens, record.output_tokens, record.is_counted_by_server) == (3, 0, False)
+    assert record.cached_tokens is None

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.cpu.plan import Plan
+from kernels.sample import Draw, sample_cpu
 from tests.kernels.cpu_library import SETS, make_sampling_plan
 from weir.core.request import SamplingParams
 from weir.engine.sampler import SamplingRow, draw_uniform, sample
@@ -186,6 +187,37 @@ def test_smallest_temperatures_are_greedy(plan: Plan | None, temperature: float)
     logits = torch.tensor([[1.0, 3.0, -1000.0, 2.999]])
     (item,) = sample(logits, [make_row(SamplingParams(temperature=temperature))], plan)
     assert item.token_id == 1
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-38, 1e30])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_strangest_repetition_penalty_overflows_nothing(
+    plan: Plan | None, penalty: float, temperature: float
+) -> None:
+    logits = torch.tensor([[4.0, 3.0, -2.0, 1.0]])
+    params = SamplingParams(repetition_penalty=penalty, temperature=temperature)
+    (item,) = sample(logits, [make_row(params, token_ids=[1, 2], num_prompt_tokens=2)], plan)
+    assert item.token_id in ((1,) if penalty < 1 else (0, 3))
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
+def test_draws_that_mean_nothing_end_in_a_token(instruction_set: str) -> None:
+    made = make_sampling_plan(instruction_set)
+    row = torch.randn(1000)
+    sane = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "uniform": 0.5}
+    odd: list[dict[str, float]] = [
+        {"top_k": -1},
+        {"top_p": -1.0},
+        {"top_p": math.nan},
+        {"min_p": 7.0},
+        {"min_p": math.nan},
+    ]
+    try:
+        for one in odd:
+            (token_id,) = sample_cpu(made, [row], [Draw(**(sane | one))])  # type: ignore[arg-type]
+            assert 0 <= token_id < 1000
+    finally:
+        made.close()
 
 
 def test_large_vocabulary_is_truncated_exactly(plan: Plan | None) -> None:

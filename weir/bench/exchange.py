@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 import httpx
 
@@ -50,7 +50,7 @@ class Exchange:
         ended_s = now_s if self.ended_s is None else self.ended_s
         sent_s = ended_s if self.sent_s is None else self.sent_s
         details = usage.get("prompt_tokens_details")
-        output_tokens = usage.get("completion_tokens")
+        output_tokens = _count(usage, "completion_tokens")
         return RequestRecord(
             run=run,
             kind=plan.kind,
@@ -62,12 +62,18 @@ class Exchange:
             e2el_s=ended_s - sent_s,
             asked_input_tokens=plan.input_tokens,
             asked_output_tokens=plan.output_tokens,
-            input_tokens=usage.get("prompt_tokens") or plan.input_tokens,
+            input_tokens=_count(usage, "prompt_tokens") or plan.input_tokens,
             output_tokens=len(times_s) if output_tokens is None else output_tokens,
             is_counted_by_server=output_tokens is not None,
-            cached_tokens=details.get("cached_tokens") if isinstance(details, dict) else None,
+            cached_tokens=_count(details, "cached_tokens") if isinstance(details, dict) else None,
             failure=self.failure,
         )
+
+
+def _count(usage: dict[str, Any], name: str) -> int | None:
+    """What a server counted, if it is a count at all."""
+    value = usage.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 class Exchanger:

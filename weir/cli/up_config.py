@@ -31,7 +31,9 @@ class UpConfig:
     block_size: int = setting(16, help="tokens in a KV block", minimum=1, maximum=4096)
     max_model_len: int | None = setting(None, help="longest sequence; none takes the model's own", minimum=1)
     kv_cache_memory_bytes: int | None = setting(None, help="memory of each worker's KV pool", minimum=1)
-    num_threads: int | None = setting(None, help="compute threads of each worker; none divides the cores", minimum=1)
+    num_threads: int | None = setting(
+        None, help="compute threads of each worker; none: all cores for a pair, fewer for more", minimum=1
+    )
     prefill_nice: int = setting(10, help="niceness of prefill workers: decode goes first", minimum=0, maximum=19)
     decode_compute_share: float = setting(
         0.25,

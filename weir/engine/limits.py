@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from weir.core.errors import (
     InvalidRequestError,
     UnsupportedFeatureError,
 )
-from weir.core.request import SequenceRequest
+from weir.core.request import SamplingParams, SequenceRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,8 @@ class EngineLimits:
         """Refuse what can never run here.
 
         Raises:
-            InvalidRequestError: an empty prompt, a token id outside the vocabulary, or nothing left to generate.
+            InvalidRequestError: an empty prompt, a token id outside the vocabulary, nothing left to generate, or a
+                sampling value that means nothing.
             ContextLengthError: prompt and asked tokens exceed `max_model_len`.
             CapacityExceededError: the sequence can never fit the pool.
             UnsupportedFeatureError: an adapter.
@@ -43,6 +45,7 @@ class EngineLimits:
         if request.adapter:
             raise UnsupportedFeatureError(f"adapter {request.adapter!r}: this engine has none", param="model")
         self._check_token_ids(request)
+        _check_sampling(request.sampling)
         num_prompt_tokens, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
         if not num_prompt_tokens:
             raise InvalidRequestError("the prompt is empty: it has 0 tokens", param="prompt")
@@ -86,3 +89,17 @@ class EngineLimits:
             raise InvalidRequestError("allowed_token_ids is empty", param="allowed_token_ids")
         if () in sampling.bad_words_token_ids:
             raise InvalidRequestError("bad_words: a word has no tokens", param="bad_words")
+
+
+def _check_sampling(sampling: SamplingParams) -> None:
+    for name, is_met, limit in (
+        ("temperature", 0 <= sampling.temperature < math.inf, "at least 0"),
+        ("top_p", 0 < sampling.top_p <= 1, "over 0 and at most 1"),
+        ("top_k", sampling.top_k >= 0, "at least 0"),
+        ("min_p", 0 <= sampling.min_p <= 1, "from 0 to 1"),
+        ("repetition_penalty", 0 < sampling.repetition_penalty < math.inf, "over 0"),
+        ("presence_penalty", math.isfinite(sampling.presence_penalty), "finite"),
+        ("frequency_penalty", math.isfinite(sampling.frequency_penalty), "finite"),
+    ):
+        if not is_met:
+            raise InvalidRequestError(f"{name} is {getattr(sampling, name)}; it must be {limit}", param=name)

@@ -21,6 +21,9 @@ from kernels.sample import Draw, sample_cpu, sample_reference
 from weir.core.request import SamplingParams, TokenLogprobs
 from weir.engine.logprobs import compute_logprobs
 
+LARGEST_SCORE = 1e30
+"""Beyond what any model gives and within float32: where a tiny repetition penalty ends."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRow:
@@ -227,7 +230,8 @@ def _apply_repetition_penalty(scores: torch.Tensor, rows: Sequence[SamplingRow])
     if entries.rows:
         places, penalties = entries.tensors(scores.device)
         current = scores[places]
-        scores[places] = torch.where(current > 0, current / penalties, current * penalties)
+        penalised = torch.where(current > 0, current / penalties, current * penalties)
+        scores[places] = penalised.clamp(-LARGEST_SCORE, LARGEST_SCORE)
 
 
 def _apply_output_penalties(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
