@@ -232,14 +232,9 @@ class Engine:
         return True
 
     def rest_s(self) -> float:
-        """How long to leave the cores to those who compute KV for sequences here.
-
-        The time is divided between running and importing sequences by their number.
-        """
-        num_importing, num_running = self._scheduler.num_importing, self._scheduler.num_running
-        if not num_importing:
-            return 0.0
-        return self.meter.rest_s(max(self._compute_share, num_running / (num_running + num_importing)))
+        """How long to leave the cores to those who compute KV for sequences here."""
+        scheduler = self._scheduler
+        return self.meter.rest_s(self._compute_share, scheduler.num_running, scheduler.num_importing)
 
     def flush(self) -> None:
         """Deliver the news that commands or a step left behind."""
