@@ -160,9 +160,12 @@ async def test_refusals_reach_the_caller_and_leave_nothing() -> None:
                 make_request("s", [1], max_tokens=5000), (PrefillChoice(choice_index=0, hold_id="h"),)
             )
         request = make_request("s", PROMPT, max_tokens=3)
-        await started.engine.submit(request, stream)
-        with pytest.raises(ConflictError):
+        with stop_before_steps(started) as gate:
             await started.engine.submit(request, stream)
+            await gate.wait()
+            with pytest.raises(ConflictError):
+                await started.engine.submit(request, stream)
+            gate.open()
         assert await read_all(stream, 1) == {"s": expected_output(request)[0]}
         assert await started.is_clean()
 
