@@ -17,7 +17,7 @@ from tests.integration.served_cluster import ServedCluster, ServedProcess, http_
 from weir.cluster import keys
 
 NUM_STREAMS = 8
-NUM_TOKENS = 120
+NUM_TOKENS = 400
 ANSWER_S = 10.0
 REDISPATCH_WAIT_S = 4.0
 
