@@ -23,6 +23,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.comparison import Spread
 from benchmarks.machine import describe_machine
 from benchmarks.server_process import ServerProcess, process_memory_mib, weir_up
 
@@ -208,8 +209,9 @@ def _page(
         ratio_alone = statistics.median(rates) / statistics.median(alone[count])
         ratio_batched = statistics.median(rates) / statistics.median(batched[count])
         lines.append(
-            f"| {count} | {_spread(rates)} | {statistics.median(ttft_s):.2f} / {max(ttft_s):.2f} | "
-            f"{_spread(alone[count])} | {_spread(batched[count])} | {ratio_alone:.2f} | {ratio_batched:.2f} |"
+            f"| {count} | {Spread.over(rates).show(1)} | {statistics.median(ttft_s):.2f} / {max(ttft_s):.2f} | "
+            f"{Spread.over(alone[count]).show(1)} | {Spread.over(batched[count]).show(1)} | "
+            f"{ratio_alone:.2f} | {ratio_batched:.2f} |"
         )
     lines += [
         "",
@@ -223,10 +225,6 @@ def _page(
         "",
     ]
     return "\n".join(lines)
-
-
-def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
 def main() -> None:

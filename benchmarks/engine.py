@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.comparison import Spread
 from tests.fakes.real_model import prepare_real_model
 from weir.engine.batch import Batch, ScheduledSequence
 from weir.engine.config import EngineConfig
@@ -123,7 +124,7 @@ class Peaks:
 
 
 def show(values: list[float]) -> str:
-    return f"{statistics.median(values):.0f} ({min(values):.0f} to {max(values):.0f})"
+    return Spread.over(values).show(0)
 
 
 def main() -> None:

@@ -38,6 +38,10 @@ class Draw:
     min_p: float
     uniform: float
 
+    def num_likeliest(self, vocab_size: int) -> int:
+        """To how many tokens `top_k` limits the choice."""
+        return self.top_k if 0 < self.top_k < vocab_size else vocab_size
+
 
 def sample_reference(scores: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     """Plain torch, on whatever device: `scores` [num_rows, vocab_size] float64.
@@ -57,7 +61,7 @@ def sample_reference(scores: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     uniforms = torch.tensor([draw.uniform for draw in draws], dtype=torch.float64, device=device)
     token_ids = [0] * len(draws)
     vocab_size = scores.shape[1]
-    is_truncated = [0 < draw.top_k < vocab_size or draw.top_p < 1 for draw in draws]
+    is_truncated = [draw.num_likeliest(vocab_size) < vocab_size or draw.top_p < 1 for draw in draws]
     for wanted in (False, True):
         places = [place for place, truncated in enumerate(is_truncated) if truncated is wanted]
         if not places:
@@ -90,8 +94,8 @@ def _draw_truncated(weights: torch.Tensor, uniforms: torch.Tensor, draws: Sequen
     num_rows, vocab_size = weights.shape
     device = weights.device
     top_p = torch.tensor([draw.top_p for draw in draws], dtype=torch.float64, device=device)
-    has_top_k = torch.tensor([0 < draw.top_k < vocab_size for draw in draws], device=device)
-    counts = torch.tensor([draw.top_k if 0 < draw.top_k < vocab_size else vocab_size for draw in draws], device=device)
+    counts = torch.tensor([draw.num_likeliest(vocab_size) for draw in draws], device=device)
+    has_top_k = counts < vocab_size
     thresholds = torch.zeros(num_rows, dtype=torch.float64, device=device)
     totals = torch.zeros(num_rows, dtype=torch.float64, device=device)
     by_count, by_share = has_top_k.nonzero()[:, 0], (~has_top_k).nonzero()[:, 0]
@@ -145,7 +149,7 @@ def sample_cpu(plan: Plan, rows: Sequence[torch.Tensor], draws: Sequence[Draw]) 
                 min_p=draw.min_p,
                 top_p=draw.top_p,
                 uniform=draw.uniform,
-                top_k=draw.top_k if 0 < draw.top_k < vocab_size else 0,
+                top_k=draw.num_likeliest(vocab_size) % vocab_size,
             )
             for row, draw in zip(rows, draws, strict=True)
         )

@@ -32,33 +32,19 @@ async def prepare_model(
     Raises:
         ModelLoadError: in the words of the process.
     """
-    argv = [sys.executable, "-m", "weir.engine.prepare", source, "--home", str(home)]
-    process = await asyncio.create_subprocess_exec(
-        *argv,
-        *(("--name", name) if name else ()),
-        env=child_environment({"PYTHONPATH": python_path()}),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        preexec_fn=die_with_parent,
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
     last = ""
-    try:
-        async for raw in process.stderr:
-            # A progress bar rewrites its line; only the newest state of it is news.
-            last = raw.decode(errors="replace").rstrip().rpartition("\r")[2] or last
-            if not last.startswith("error: "):
-                progress(last)
-        answer = await process.stdout.read()
-        exit_code = await process.wait()
-    finally:
-        if process.returncode is None:
-            process.kill()
-    if exit_code != 0:
+
+    def hear(line: str) -> None:
+        nonlocal last
+        last = line or last
+        if not last.startswith("error: "):
+            progress(last)
+
+    naming = ("--name", name) if name else ()
+    ended = await _run("weir.engine.prepare", source, "--home", str(home), *naming, said=hear)
+    if ended.exit_code != 0:
         raise ModelLoadError(last.removeprefix("error: ") or f"model: {source} could not be prepared")
-    fields = json.loads(answer)
+    fields = json.loads(ended.answer)
     return PreparedModel(model_dir=Path(fields["model_dir"]), name=fields["name"])
 
 
@@ -67,21 +53,36 @@ async def compile_kernels(cache_dir: Path, *, progress: Callable[[str], None]) -
 
     Where it fails, the workers say what they do without. A machine with a GPU has no use for them.
     """
-    if _has_gpu():
-        return
+    if not _has_gpu():
+        await _run("kernels.cpu.library", "--best", str(cache_dir), said=progress)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ended:
+    """What became of a process."""
+
+    exit_code: int
+    answer: bytes
+
+
+async def _run(module: str, *arguments: str, said: Callable[[str], None]) -> _Ended:
+    """Run a module of Weir to its end; `said` is told each line that it writes to stderr."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kernels.cpu.library", "--best", str(cache_dir)),
+        *(sys.executable, "-m", module, *arguments),
         env=child_environment({"PYTHONPATH": python_path()}),
         stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         preexec_fn=die_with_parent,
     )
+    assert process.stdout is not None
     assert process.stderr is not None
     try:
         async for raw in process.stderr:
-            progress(raw.decode(errors="replace").rstrip())
-        await process.wait()
+            # A progress bar rewrites its line; only the newest state of it is news.
+            said(raw.decode(errors="replace").rstrip().rpartition("\r")[2])
+        answer = await process.stdout.read()
+        return _Ended(exit_code=await process.wait(), answer=answer)
     finally:
         if process.returncode is None:
             process.kill()

@@ -93,31 +93,24 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], plan: Plan | None 
         FloatingPointError: a row's logits are not finite, so that no token could be chosen honestly.
     """
     token_ids = [0] * len(rows)
-    plain = [index for index, row in enumerate(rows) if row.is_greedy and not row.needs_processing]
-    if plain:
+    if plain := [index for index, row in enumerate(rows) if row.is_greedy and not row.needs_processing]:
         _fill(token_ids, plain, _choose_greedily(_select(logits, rows, plain)))
-    processed = [index for index, row in enumerate(rows) if row.needs_processing]
-    scores = torch.empty(0)
-    if processed:
-        scores = _process(_select(logits, rows, processed).double(), [rows[index] for index in processed])
-        greedy = [place for place, index in enumerate(processed) if rows[index].is_greedy]
-        if greedy:
-            part = scores if len(greedy) == len(processed) else scores[greedy]
-            _fill(token_ids, [processed[place] for place in greedy], _choose_greedily(part))
-    drawn = [index for index, row in enumerate(rows) if not row.is_greedy]
-    if drawn:
-        places = {index: place for place, index in enumerate(processed)}
+    processed: dict[int, torch.Tensor] = {}
+    if changed := [index for index, row in enumerate(rows) if row.needs_processing]:
+        scores = _process(_select(logits, rows, changed).double(), [rows[index] for index in changed])
+        processed = dict(zip(changed, scores, strict=True))
+    if greedy := [index for index in processed if rows[index].is_greedy]:
+        _fill(token_ids, greedy, _choose_greedily(torch.stack([processed[index] for index in greedy])))
+    if drawn := [index for index, row in enumerate(rows) if not row.is_greedy]:
         draws = [_draw_of(rows[index]) for index in drawn]
         if plan is not None:
-            parts = [
-                scores[places[index]].float() if index in places else logits[rows[index].logits_row] for index in drawn
-            ]
+            parts = [processed.get(index, logits[rows[index].logits_row]).float() for index in drawn]
             tokens = sample_cpu(plan, parts, draws)
         else:
             whole = _select(logits, rows, drawn).double()
             for place, index in enumerate(drawn):
-                if index in places:
-                    whole[place] = scores[places[index]]
+                if index in processed:
+                    whole[place] = processed[index]
             tokens = sample_reference(whole, draws)
         _fill(token_ids, drawn, tokens)
     return tuple(
