@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from unittest.mock import patch
 
 from tests.fakes.worker_pair import Stream, WorkerPair, within
 from weir.core.request import RequestId, SamplingParams, SequenceRequest, TokenLogprobs
 from weir.engine.async_engine import AsyncEngine
+from weir.engine.scheduler import Schedule
 
 Prompt = tuple[int, ...]
 
@@ -28,19 +31,32 @@ async def answer_split(
 async def answer_in_a_burst(
     pair: WorkerPair, prompts: Sequence[Prompt], sampling: SamplingParams, *, timeout_s: float
 ) -> list[Stream]:
-    """All prompts computed and held before the first is fetched, so that all start to decode together.
-
-    The longest are fetched first, since they take longest.
-    """
+    """All prompts computed and held before the first is fetched, and no token decoded before the last was."""
     opened = [pair.request(prompt, sampling) for prompt in prompts]
     async with asyncio.TaskGroup() as group:
         for request, key in opened:
             group.create_task(within(pair.start_prefill(request, key), timeout_s))
-    longest_first = sorted(opened, key=lambda item: -item[0].num_known_tokens)
-    streams = {key: pair.gateway.open(request, key, pair.source) for request, key in longest_first}
-    for stream in streams.values():
-        await within(stream.ended.wait(), timeout_s)
-    return [_ended_well(streams[key]) for _, key in opened]
+    with _decode_waits_for(pair.decode_engine, len(prompts)):
+        streams = [pair.gateway.open(request, key, pair.source) for request, key in opened]
+        for stream in streams:
+            await within(stream.ended.wait(), timeout_s)
+    return [_ended_well(stream) for stream in streams]
+
+
+@contextmanager
+def _decode_waits_for(engine: AsyncEngine, num_sequences: int) -> Iterator[None]:
+    """The engine schedules nothing until so many sequences run."""
+    scheduler = engine._thread.engine._scheduler
+    schedule = scheduler.schedule
+    is_complete = False
+
+    def schedule_when_complete() -> Schedule:
+        nonlocal is_complete
+        is_complete = is_complete or scheduler.num_running == num_sequences
+        return schedule() if is_complete else Schedule()
+
+    with patch.object(scheduler, "schedule", schedule_when_complete):
+        yield
 
 
 async def answer_alone(

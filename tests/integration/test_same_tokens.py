@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.fakes.worker_pair import WorkerPair, generate_alone, within
+from tests.integration.answering import answer_in_a_burst
 from tests.integration.engines import engine_of, prompt_of, real_pair
 from weir.core.request import SamplingParams
 
@@ -117,11 +118,8 @@ async def test_preempted_sequences_are_recomputed_to_the_same_tokens(tiny_model_
     async with engine_of(tiny_model_dir) as engine:
         expected = [await generate_alone(engine, prompt, sampling) for prompt in prompts]
     async with real_pair(tiny_model_dir, decode={"num_blocks": 32}) as pair:  # six sequences grow to 54 blocks
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(pair.generate(prompt, sampling)) for prompt in prompts]
-        denied = [stream for task in tasks for stream in task.result()[1] if stream.denied is not None]
-        assert not denied
-        assert [task.result()[1][0].token_ids for task in tasks] == expected
+        streams = await answer_in_a_burst(pair, prompts, sampling, timeout_s=60.0)
+        assert [stream.token_ids for stream in streams] == expected
         assert pair.decode_engine.stats().num_preemptions > 0
         await pair.assert_at_rest()
 

@@ -186,7 +186,7 @@ async def test_a_deadline_reaches_the_servicer_as_time_that_remains() -> None:
         await call(b"", timeout=call_timeout_s(Deadline.after(60)))
         await call(b"", timeout=call_timeout_s(Deadline.never()))
     assert remaining[0] is not None
-    assert 50 < remaining[0] <= 60
+    assert 50 < remaining[0] <= 60.1  # gRPC carries tenths of a second and rounds them up.
     assert remaining[1] is None
 
 
