@@ -3,98 +3,68 @@ beside transformers' `generate`, in one interleaved run.
 
     python -m benchmarks.default_model [--repeats 3] [--output docs/measured.md]
 
-Starts `weir up` as a process of its own and loads transformers in another, so that neither shares memory with the
-load generator. Loopback only; every loop is bounded.
+Starts `weir up`, loads transformers and runs `weir bench`, each as a process of its own, so that none shares memory
+with another. Loopback only; every loop is bounded.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
 import multiprocessing
-import statistics
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-import httpx
-
+from benchmarks.bench_process import run_bench
 from benchmarks.comparison import Spread
 from benchmarks.machine import describe_machine
 from benchmarks.server_process import ServerProcess, process_memory_mib, weir_up
 
-STREAMS = (1, 8, 32)
-PROMPT_TOKENS = 128
-OUTPUT_TOKENS = 64
-MODEL = "SmolLM2-135M-Instruct"
 SERVICES = ("prefill_service", "decode_service", "gateway", "valkey", "weir.cli")
+BENCH_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """One closed burst of streams."""
+    """Streams at a time, each time two waves of them."""
 
-    ttft_s: list[float]
-    num_tokens: int
-    elapsed_s: float
+    streams: int
+    input_tokens: int
+    output_tokens: int
 
     @property
-    def tokens_per_s(self) -> float:
-        return self.num_tokens / self.elapsed_s
+    def bench_options(self) -> tuple[str, ...]:
+        options = {
+            "concurrency": self.streams,
+            "num-requests": max(2 * self.streams, 8),
+            "input-tokens": self.input_tokens,
+            "output-tokens": self.output_tokens,
+        }
+        return tuple(word for name, value in options.items() for word in (f"--{name}", str(value)))
+
+    def __str__(self) -> str:
+        return f"{self.streams}, {self.input_tokens} in, {self.output_tokens} out"
 
 
-async def drive(url: str, num_streams: int, salt: str) -> Load:
-    """`num_streams` completions at once, streamed; prompts differ, so that no prefix is shared."""
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=600.0, limits=limits) as client:
-        started_s = time.monotonic()
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_stream(client, _prompt(index, salt))) for index in range(num_streams)]
-        elapsed_s = time.monotonic() - started_s
-    results = [task.result() for task in tasks]
-    return Load(
-        ttft_s=[ttft_s for ttft_s, _ in results],
-        num_tokens=sum(num_tokens for _, num_tokens in results),
-        elapsed_s=elapsed_s,
-    )
+LOADS = (
+    Load(streams=1, input_tokens=128, output_tokens=64),
+    Load(streams=8, input_tokens=128, output_tokens=64),
+    Load(streams=32, input_tokens=64, output_tokens=128),
+)
 
 
-async def _stream(client: httpx.AsyncClient, prompt: list[int]) -> tuple[float, int]:
-    body = {
-        "model": MODEL,
-        "prompt": prompt,
-        "max_tokens": OUTPUT_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    sent_s = time.monotonic()
-    first_s, num_tokens = 0.0, 0
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        if response.status_code != 200:
-            raise SystemExit(f"{response.status_code}: {(await response.aread()).decode()}")
-        async for line in response.aiter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            event: dict[str, Any] = json.loads(line[6:])
-            if "error" in event:
-                raise SystemExit(f"mid-stream: {event}")
-            if event["choices"] and not first_s:
-                first_s = time.monotonic()
-            if event.get("usage"):
-                num_tokens = event["usage"]["completion_tokens"]
-    return first_s - sent_s, num_tokens
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One load in one repetition: output tokens a second each, and seconds to Weir's first tokens."""
 
-
-def _prompt(index: int, salt: str) -> list[int]:
-    """`PROMPT_TOKENS` ids of ordinary words, different from the first on."""
-    seed = sum(map(ord, salt)) * 131 + index * 17
-    return [260 + (seed + 7 * position * (index + 3)) % 4000 for position in range(PROMPT_TOKENS)]
+    weir: float
+    ttft_p50_s: float
+    one_by_one: float
+    in_one_batch: float
 
 
 class TransformersPeer:
@@ -109,10 +79,10 @@ class TransformersPeer:
         self._calls.recv()
         self.start_s = time.monotonic() - started_s
 
-    def generate(self, prompts: list[list[int]], *, is_batched: bool) -> float:
-        """Seconds for `OUTPUT_TOKENS` tokens of each prompt, one after the other or as one batch."""
-        self._calls.send((prompts, is_batched))
-        return float(self._calls.recv())
+    def generate(self, load: Load, *, num_prompts: int, batch_size: int) -> float:
+        """Output tokens a second for prompts of the load's lengths, in one batch after the other."""
+        self._calls.send((load.input_tokens, load.output_tokens, num_prompts, batch_size))
+        return num_prompts * load.output_tokens / float(self._calls.recv())
 
     def memory_mib(self) -> float:
         assert self._process.pid is not None
@@ -130,19 +100,19 @@ def _serve_transformers(calls: Any) -> None:
     from tests.fakes.reference_model import load_prepared_reference
 
     model = load_prepared_reference(prepare_real_model())
+    generator = torch.Generator().manual_seed(0)
     calls.send("ready")
     while (call := calls.recv()) is not None:
-        prompts, is_batched = call
-        batches = [prompts] if is_batched else [[prompt] for prompt in prompts]
+        input_tokens, output_tokens, num_prompts, batch_size = call
+        prompts = torch.randint(1000, 40_000, (num_prompts, input_tokens), generator=generator)
         started_s = time.monotonic()
         with torch.inference_mode():
-            for batch in batches:
-                ids = torch.tensor(batch)
+            for batch in prompts.split(batch_size):
                 model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    max_new_tokens=OUTPUT_TOKENS,
-                    min_new_tokens=OUTPUT_TOKENS,
+                    batch,
+                    attention_mask=torch.ones_like(batch),
+                    max_new_tokens=output_tokens,
+                    min_new_tokens=output_tokens,
                     do_sample=False,
                 )
         calls.send(time.monotonic() - started_s)
@@ -156,21 +126,25 @@ def measure(repeats: int) -> str:
         weir = at_end.enter_context(weir_up())
         peer = TransformersPeer()
         at_end.callback(peer.stop)
-        loads: dict[int, list[Load]] = {count: [] for count in STREAMS}
-        alone: dict[int, list[float]] = {count: [] for count in STREAMS}
-        batched: dict[int, list[float]] = {count: [] for count in STREAMS}
+        rounds: dict[Load, list[Round]] = {load: [] for load in LOADS}
         for repeat in range(repeats):
-            for count in STREAMS:
-                salt = f"{repeat}/{count}"
-                loads[count].append(asyncio.run(drive(weir.url, count, salt)))
-                prompts = [_prompt(index, salt) for index in range(count)]
-                num_tokens = count * OUTPUT_TOKENS
-                # One after the other costs the same for each prompt: four stand for all.
-                sample = prompts[:4]
-                alone[count].append(len(sample) * OUTPUT_TOKENS / peer.generate(sample, is_batched=False))
-                batched[count].append(num_tokens / peer.generate(prompts, is_batched=True))
-                print(f"repeat {repeat + 1}, {count} streams: {loads[count][-1].tokens_per_s:.1f} tok/s", flush=True)
-        return _page(weir, _memory_by_service(weir), peer, loads, alone, batched)
+            for load, done in rounds.items():
+                done.append(measure_round(weir, peer, load))
+                print(f"repeat {repeat + 1}, {load}: {done[-1]}", flush=True)
+        return _page(weir, _memory_by_service(weir), peer, rounds)
+
+
+def measure_round(weir: ServerProcess, peer: TransformersPeer, load: Load) -> Round:
+    """One after the other, so that each has the machine to itself."""
+    record = run_bench(weir.url, *load.bench_options, timeout_s=BENCH_TIMEOUT_S)
+    assert record["num_failed"] == 0, record["failures"]
+    return Round(
+        weir=record["output_tokens_per_s"],
+        ttft_p50_s=record["ttft_s"]["p50"],
+        # One after the other costs the same for each prompt: few stand for all.
+        one_by_one=peer.generate(load, num_prompts=min(load.streams, 4), batch_size=1),
+        in_one_batch=peer.generate(load, num_prompts=load.streams, batch_size=load.streams),
+    )
 
 
 def _memory_by_service(weir: ServerProcess) -> dict[str, float]:
@@ -183,36 +157,32 @@ def _memory_by_service(weir: ServerProcess) -> dict[str, float]:
 
 
 def _page(
-    weir: ServerProcess,
-    memory: dict[str, float],
-    peer: TransformersPeer,
-    loads: dict[int, list[Load]],
-    alone: dict[int, list[float]],
-    batched: dict[int, list[float]],
+    weir: ServerProcess, memory: Mapping[str, float], peer: TransformersPeer, rounds: Mapping[Load, Sequence[Round]]
 ) -> str:
+    repeats = len(rounds[LOADS[0]])
     lines = [
         "# The default model on a small CPU machine",
         "",
         f"`python -m benchmarks.default_model` on {date.today().isoformat()}: {describe_machine()}. "
-        "SmolLM2-135M-Instruct (a Q4_1 file: Weir computes with its four and eight bits, transformers in fp32), "
-        f"{PROMPT_TOKENS} tokens in, {OUTPUT_TOKENS} out, one prefill and one decode worker, over HTTP. "
-        f"Medians of {len(loads[1])} interleaved repetitions, lowest and highest in brackets; the "
-        "machine is shared, so ratios say more than figures.",
+        "SmolLM2-135M-Instruct (a Q4_1 file: Weir computes with its four and eight bits, transformers in fp32), one "
+        "prefill and one decode worker, over HTTP, measured by `weir bench`; output tokens a second, beside "
+        f"transformers' `generate` without a server. Medians of {repeats} interleaved repetitions, lowest and highest "
+        "in brackets; the machine is shared, so ratios say more than figures.",
         "",
-        "| streams | Weir tok/s | Weir TTFT p50 / max, s | transformers one by one, tok/s | transformers in one batch, "
-        "tok/s | Weir / one by one | Weir / one batch |",
+        "| streams | Weir, tok/s | Weir, TTFT p50, s | transformers one by one, tok/s "
+        "| transformers in one batch, tok/s | Weir / one by one | Weir / one batch |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for count in STREAMS:
-        rates = [load.tokens_per_s for load in loads[count]]
-        ttft_s = [ttft for load in loads[count] for ttft in load.ttft_s]
-        ratio_alone = statistics.median(rates) / statistics.median(alone[count])
-        ratio_batched = statistics.median(rates) / statistics.median(batched[count])
-        lines.append(
-            f"| {count} | {Spread.over(rates).show(1)} | {statistics.median(ttft_s):.2f} / {max(ttft_s):.2f} | "
-            f"{Spread.over(alone[count]).show(1)} | {Spread.over(batched[count]).show(1)} | "
-            f"{ratio_alone:.2f} | {ratio_batched:.2f} |"
+    for load, done in rounds.items():
+        columns = (
+            Spread.over([one.weir for one in done]).show(1),
+            Spread.over([one.ttft_p50_s for one in done]).show(2),
+            Spread.over([one.one_by_one for one in done]).show(1),
+            Spread.over([one.in_one_batch for one in done]).show(1),
+            Spread.over([one.weir / one.one_by_one for one in done]).show(1),
+            Spread.over([one.weir / one.in_one_batch for one in done]).show(1),
         )
+        lines.append(f"| {load} | {' | '.join(columns)} |")
     lines += [
         "",
         "| process | memory, MiB (PSS, after the load) |",

@@ -23,6 +23,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bench_process import BenchFailed, run_bench
 from benchmarks.comparison import THROUGHPUTS, Comparison, Measure, ServerRun
 from benchmarks.contenders import ALL_WORKLOADS, Contender, Models, Programs, contenders
 from benchmarks.machine import describe_machine
@@ -38,10 +39,6 @@ START_TIMEOUT_S = 600.0
 """vLLM compiles for minutes when it meets a model for the first time."""
 MAX_OTHERS_SHARE = 0.05
 """Of the cores; a workload that others disturbed more is measured again."""
-
-
-class BenchFailed(Exception):
-    """`weir bench` measured nothing; says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,21 +132,15 @@ def bench_undisturbed(
 
 
 def bench(contender: Contender, url: str, workload: str, plan: Plan, tokenizer_dir: Path) -> dict[str, Any]:
-    """The record of `weir bench` in a process of its own. Raises BenchFailed."""
-    command = [
-        *(sys.executable, "-m", "weir.cli", "bench", "--base-url", url, "--workload", workload, "--quiet"),
-        *("--tokenizer", str(tokenizer_dir), "--prompt-kind", "tokens" if contender.takes_token_ids else "text"),
-        *("--ignore-eos", str(contender.does_ignore_eos).lower(), "--json", "-"),
+    """The record of one workload. Raises BenchFailed."""
+    return run_bench(
+        url,
+        *("--workload", workload, "--tokenizer", str(tokenizer_dir)),
+        *("--prompt-kind", "tokens" if contender.takes_token_ids else "text"),
+        *("--ignore-eos", str(contender.does_ignore_eos).lower()),
         *("--max-duration-s", f"{plan.begin_s:g}", "--timeout-s", f"{plan.request_s:g}"),
-    ]
-    try:
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=plan.workload_s, check=False)
-    except subprocess.TimeoutExpired as exc:
-        raise BenchFailed(f"not done after {exc.timeout:g} s") from exc
-    if not ended.stdout:
-        raise BenchFailed(" ".join(ended.stderr.decode(errors="replace").split())[-300:])
-    result: dict[str, Any] = json.loads(ended.stdout)
-    return result
+        timeout_s=plan.workload_s,
+    )
 
 
 def figures_of(result: dict[str, Any]) -> dict[Measure, float]:

@@ -24,7 +24,9 @@ async def test_the_servers_own_tokenizer_is_asked_in_its_own_words(speaks_llama_
 
 async def test_a_server_without_one_is_one_line() -> None:
     async with CompletionServer() as server, ServerQuestions(ServerAddress.parse(f"{server.url}/x")) as questions:
-        with pytest.raises(ConfigError, match=r"^tokenizer: /tokenize of the server: .*404.*; give --tokenizer DIR$"):
+        with pytest.raises(
+            ConfigError, match=r"^tokenizer: /tokenize of the server: .*404.*; give --tokenizer DIR or another --model$"
+        ):
             await ServerCodec.find(questions, "any")
 
 

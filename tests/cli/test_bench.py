@@ -88,7 +88,10 @@ async def test_each_run_has_prompts_of_its_own(server: CompletionServer) -> None
     assert len(set(prompts)) == len(prompts) == 14
 
 
-async def test_failed_requests_are_shown_and_told_by_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("options", [(), ("--quiet",)])
+async def test_failed_requests_are_shown_and_told_by_the_exit_code(
+    options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     async def answer(call: Call) -> None:
         if len(server.calls) == 4:
             call.send_json({"error": {"message": "busy"}}, status=429)
@@ -96,10 +99,13 @@ async def test_failed_requests_are_shown_and_told_by_the_exit_code(capsys: pytes
             await answer_in_full(call)
 
     async with CompletionServer(answer) as server:
-        assert await bench(server, *SMALL) == 1
-    out = capsys.readouterr().out
-    assert "requests  5 done, 1 failed in " in out
-    assert "failed    1 x http_429: busy\n" in out
+        assert await bench(server, *SMALL, *options) == 1
+    out, err = capsys.readouterr()
+    if options:
+        assert (out, err) == ("", "weir bench: failed    1 x http_429: busy\n")
+    else:
+        assert "requests  5 done, 1 failed in " in out
+        assert "failed    1 x http_429: busy\n" in out
 
 
 async def test_a_sweep_and_a_burst_have_tables_of_their_own(
@@ -177,6 +183,22 @@ def test_the_model_of_weir_up_is_not_that_of_the_server() -> None:
     config = config_of(environ=environ)
     assert (config.model, config.api_key) == ("name", "k")
     assert config_of("--model", "other", environ=environ).model == "other"
+
+
+async def test_ctrl_c_in_the_warm_up_is_one_line() -> None:
+    async with CompletionServer(lambda _: asyncio.Event().wait()) as server:
+        command = [sys.executable, "-m", "weir.cli", "bench", "--base-url", server.url, *SMALL]
+        process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stderr=asyncio.subprocess.PIPE)
+        try:
+            await until(lambda: len(server.calls) == 1, timeout_s=30)
+            process.send_signal(signal.SIGINT)
+            _, err = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+    assert process.returncode == 130
+    assert err == b"weir bench: interrupted before the measurement began\n"
 
 
 async def test_ctrl_c_ends_it_with_the_results_so_far(tmp_path: Path) -> None:

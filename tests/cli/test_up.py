@@ -79,6 +79,8 @@ def test_a_missing_model_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixtu
 def test_a_wrong_option_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["up", "--decode", "0"]) == 2
     assert capsys.readouterr().err == "weir up: decode: '0' is below the minimum of 1 (from --decode)\n"
+    assert main(["up", "--aggregated", "--prefill", "2"]) == 2
+    assert capsys.readouterr().err == ("weir up: prefill: aggregated has no prefill workers, and 2 are asked for\n")
 
 
 def test_a_redis_that_does_not_answer_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from weir.core.errors import ConfigError, UnavailableError
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 60.0
 MAX_REFUSAL_BYTES = 300
+REFUSED_KEY = (401, 403)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +70,12 @@ class ServerQuestions:
         """`wanted`, or the first model of the server.
 
         Raises:
-            UnavailableError: nobody answers, or no model has a name.
+            UnavailableError: nobody answers, the key is refused, or no model has a name.
         """
         response = await self._send("GET", f"{self._address.api}/models")
+        if response.status_code in REFUSED_KEY:
+            said = refusal_of(response.content)
+            raise UnavailableError(f"api_key: the server says: {said} (HTTP {response.status_code})")
         if wanted is not None:
             return wanted
         try:

@@ -61,7 +61,7 @@ class ServerCodec:
                     return codec
             except UnavailableError as exc:
                 refusals.append(exc.message)
-        raise ConfigError(f"tokenizer: {refusals[0]}; give --tokenizer DIR", param="tokenizer")
+        raise ConfigError(f"tokenizer: {refusals[0]}; give --tokenizer DIR or another --model", param="tokenizer")
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         if self._speaks_llama_cpp:

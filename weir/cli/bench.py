@@ -22,7 +22,7 @@ from weir.bench.result import BenchResult
 from weir.bench.token_codec import LocalCodec
 from weir.cli.bench_config import STANDARD_OUTPUT, BenchConfig
 from weir.cli.bench_progress import BenchProgress
-from weir.cli.bench_tables import print_tables
+from weir.cli.bench_tables import failure_lines, print_tables
 from weir.runtime.config import load_config
 
 EXIT_SOME_FAILED = 1
@@ -53,10 +53,16 @@ def bench(argv: Sequence[str]) -> int:
         timeout_s=config.timeout_s,
     )
     with BenchProgress(is_quiet=config.quiet) as progress:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            result = runner.run(run_benchmark(benchmark, progress))
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                result = runner.run(run_benchmark(benchmark, progress))
+        except KeyboardInterrupt:
+            print("weir bench: interrupted before the measurement began", file=sys.stderr)
+            return EXIT_INTERRUPTED
     if not config.quiet:
         print_tables(result, Console(stderr=config.json == STANDARD_OUTPUT, highlight=False))
+    for line in failure_lines(result) if config.quiet else ():
+        print(f"weir bench: {line}", file=sys.stderr)
     _write(result, config, salt)
     if result.stopped_by == INTERRUPT:
         return EXIT_INTERRUPTED

@@ -101,12 +101,17 @@ def _lines(result: BenchResult) -> Iterator[str]:
     )
     if result.client_cpu_us_per_token is not None:
         yield f"client    {result.client_cpu_us_per_token:.0f} us CPU a token, {result.client_cpu_s:.2f} s in all"
-    for kind, count in summary.failures.items():
-        yield f"failed    {count} x {kind}: {_first_message(result, kind)}"
+    yield from failure_lines(result)
     for note in result.notes:
         yield f"note      {note}"
     if result.stopped_by is not None:
         yield f"PARTIAL   stopped by {result.stopped_by}: not every planned request was sent and ended"
+
+
+def failure_lines(result: BenchResult) -> Iterator[str]:
+    """How many requests failed in each way, with the first one's words."""
+    for kind, count in result.summary.failures.items():
+        yield f"failed    {count} x {kind}: {_first_message(result, kind)}"
 
 
 def _limits(limits: GoodputLimits) -> str:

@@ -36,7 +36,7 @@ class ChatConfig:
     api_key: str | None = setting(None, help="key of the gateway, where it asks for one", secret=True)
     system: str | None = setting(None, help="instruction before the first message")
     model_name: str | None = setting(None, help="which of the models served; none takes the gateway's first")
-    max_tokens: int = setting(512, help="longest answer, in tokens", minimum=1)
+    max_tokens: int | None = setting(None, help="longest answer, in tokens; none: as the context has room", minimum=1)
     temperature: float = setting(0.7, help="0 always takes the likeliest token", minimum=0)
 
     def validate(self) -> None:
@@ -84,9 +84,10 @@ class Conversation:
         body: dict[str, Any] = {
             "messages": self.messages,
             "stream": True,
-            "max_tokens": self.config.max_tokens,
             "temperature": self.config.temperature,
         }
+        if self.config.max_tokens is not None:
+            body["max_tokens"] = self.config.max_tokens
         if self.config.model_name:
             body["model"] = self.config.model_name
         try:

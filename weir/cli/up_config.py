@@ -48,6 +48,8 @@ class UpConfig:
         """What no single field says. Raises ConfigError."""
         if self.port == self.grpc_port:
             raise ConfigError(f"grpc_port: {self.grpc_port} is the port of HTTP already", param="grpc_port")
+        if self.aggregated and self.prefill > 1:
+            raise ConfigError(f"prefill: aggregated has no prefill workers, and {self.prefill} are asked for")
 
     @property
     def kernel_cache_dir(self) -> Path:
