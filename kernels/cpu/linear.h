@@ -103,12 +103,10 @@ INLINE void finish_tile(const Op& op, int panel, int64_t row, Vec (&sums)[R][VEC
       UNROLL for (int i = 0; i < PANEL / 2; i++) values[i] = gates[i] * values[PANEL / 2 + i];
     }
     float* const to = op.output.floats(row + r) + first;
-    if (op.residual.data) {
-      const float* const from = op.residual.floats(row + r) + first;
-      for (int i = 0; i < count; i++) to[i] = from[i] + values[i];
-    } else {
-      for (int i = 0; i < count; i++) to[i] = values[i];
-    }
+    const float* const from = op.residual.data ? op.residual.floats(row + r) + first : nullptr;
+    int i = 0;
+    for (; i + LANES <= count; i += LANES) store(to + i, from ? load(from + i) + load(values + i) : load(values + i));
+    for (; i < count; i++) to[i] = from ? from[i] + values[i] : values[i];
   }
 }
 

@@ -116,6 +116,36 @@ INLINE Vec load_int8(const int8_t* from) {
   return __builtin_convertvector(__builtin_convertvector(*reinterpret_cast<const Bytes*>(from), IntVec), Vec);
 }
 
+// 32 integers that fit into as many bytes.
+INLINE void store_narrow(int8_t* to, const IntVec (&values)[32 / LANES]) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256i first = _mm256_packs_epi32(reinterpret_cast<__m256i>(values[0]), reinterpret_cast<__m256i>(values[1]));
+  const __m256i second = _mm256_packs_epi32(reinterpret_cast<__m256i>(values[2]), reinterpret_cast<__m256i>(values[3]));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packing keeps to halves of a vector
+  const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(first, second), order);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), bytes);
+#else
+  int32_t lanes[32];
+  memcpy(lanes, values, sizeof lanes);
+  for (int i = 0; i < 32; i++) to[i] = static_cast<int8_t>(lanes[i]);
+#endif
+}
+
+// 32 integers that fit into 16 bits.
+INLINE void store_narrow(int16_t* to, const IntVec (&values)[32 / LANES]) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  UNROLL for (int i = 0; i < 2; i++) {
+    const __m256i halves =
+        _mm256_packs_epi32(reinterpret_cast<__m256i>(values[2 * i]), reinterpret_cast<__m256i>(values[2 * i + 1]));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 16 * i), _mm256_permute4x64_epi64(halves, 0xd8));
+  }
+#else
+  int32_t lanes[32];
+  memcpy(lanes, values, sizeof lanes);
+  for (int i = 0; i < 32; i++) to[i] = static_cast<int16_t>(lanes[i]);
+#endif
+}
+
 // The lanes of `value` added pairwise: those half a vector apart first, neighbours last.
 INLINE float sum_lanes(Vec value) {
 #if defined(__AVX2__) && !defined(__AVX512F__)

@@ -96,20 +96,18 @@ INLINE void quantize_group(const Buffer& to, int64_t row, int group, const float
   }
   const float peak = max_lanes(most);
   const float scale = peak / largest, inverse = peak > 0 ? largest / peak : 0.0f;
-  int32_t rounded[GROUP];
-  IntVec sums = IntVec{};
-  UNROLL for (int i = 0; i < GROUP; i += LANES) {
-    const Vec shifted = load(values + i) * inverse + 12582912.0f;  // 1.5 * 2^23: rounds to the nearest integer
-    const IntVec integers = reinterpret_cast<IntVec>(shifted) - 0x4b400000;
-    memcpy(rounded + i, &integers, sizeof integers);
-    sums += integers;
+  IntVec rounded[GROUP / LANES], sums = IntVec{};
+  UNROLL for (int i = 0; i < GROUP / LANES; i++) {
+    const Vec shifted = load(values + i * LANES) * inverse + 12582912.0f;  // 1.5 * 2^23: rounds to the nearest integer
+    rounded[i] = reinterpret_cast<IntVec>(shifted) - 0x4b400000;
+    sums += rounded[i];
   }
   int32_t sum = 0;
-  for (int lane = 0; lane < LANES; lane++) sum += sums[lane];
+  UNROLL for (int lane = 0; lane < LANES; lane++) sum += sums[lane];
   if (to.rows == Rows::INT16) {
-    for (int i = 0; i < GROUP; i++) to.integers<int16_t>(row)[group * GROUP + i] = static_cast<int16_t>(rounded[i]);
+    store_narrow(to.integers<int16_t>(row) + group * GROUP, rounded);
   } else {
-    for (int i = 0; i < GROUP; i++) to.integers<int8_t>(row)[group * GROUP + i] = static_cast<int8_t>(rounded[i]);
+    store_narrow(to.integers<int8_t>(row) + group * GROUP, rounded);
   }
   float* const scales = to.scales(row);
   scales[group] = scale;
