@@ -78,6 +78,16 @@ async def test_a_process_is_started_seen_ready_and_drained(tmp_path: Path) -> No
     ]
 
 
+async def test_a_process_is_out_of_reach_of_the_terminal_and_in_reach_of_niceness(tmp_path: Path) -> None:
+    async with Supervisor(Changes()) as supervisor:
+        process = supervisor.start(_spec(tmp_path, WAITS))
+        await process.was_ready.wait()
+        assert process.pid is not None
+        assert os.getpgid(process.pid) == process.pid
+        assert os.getsid(process.pid) == os.getsid(0)
+        await process.stop(20)
+
+
 async def _run_until_it_fails(spec: ProcessSpec, changes: Changes) -> None:
     async with Supervisor(changes) as supervisor:
         supervisor.start(spec)

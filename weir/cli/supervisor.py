@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import os
 import signal
 import sys
 import time
@@ -39,6 +40,15 @@ def die_with_parent() -> None:
     """Called in a child between fork and exec: the kernel kills it when its parent dies."""
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _become_child() -> None:
+    """Ctrl-C is for us, and children are told in order; in sessions of their own `nice` would not reach across them.
+
+    Linux gives each session the same share of the cores (autogroups) before it looks at niceness.
+    """
+    os.setpgid(0, 0)
+    die_with_parent()
 
 
 class ProcessState(Enum):
@@ -140,8 +150,7 @@ class SupervisedProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is for us; they are told in order
-                preexec_fn=die_with_parent,
+                preexec_fn=_become_child,
             )
         self._process = process
         try:

@@ -36,8 +36,8 @@ class UpConfig:
     )
     prefill_nice: int = setting(10, help="niceness of prefill workers: decode goes first", minimum=0, maximum=19)
     decode_compute_share: float = setting(
-        0.25,
-        help="least share of the time for decode steps while prompts are computed; 1 makes no rests",
+        0.35,
+        help="share of the time for decode steps while prompts are computed; 1 makes no rests",
         minimum=0.05,
         maximum=1.0,
     )

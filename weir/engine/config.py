@@ -31,8 +31,8 @@ class EngineConfig:
         max_model_len: longest sequence, prompt and output together; None is the model's own.
         quantization: of weights on a CPU: auto keeps about the bits of the checkpoint, none makes them `dtype`.
         num_threads: threads of a step on a CPU; None leaves it to torch.
-        compute_share: least share of the time for steps, while sequences wait for KV from elsewhere; what is left is
-            for the workers of the same cores that compute it.
+        compute_share: share of the time for steps, while sequences wait for KV from elsewhere; what is left is for the
+            workers of the same cores that compute it.
         kernel_cache_dir: where compiled CPU kernels are kept; None computes with torch alone.
 
     Raises:

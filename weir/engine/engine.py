@@ -233,8 +233,7 @@ class Engine:
 
     def rest_s(self) -> float:
         """How long to leave the cores to those who compute KV for sequences here."""
-        scheduler = self._scheduler
-        return self.meter.rest_s(self._compute_share, scheduler.num_running, scheduler.num_importing)
+        return self.meter.rest_s(self._compute_share) if self._scheduler.num_importing else 0.0
 
     def flush(self) -> None:
         """Deliver the news that commands or a step left behind."""

@@ -182,9 +182,9 @@ class EngineThread:
 
     def _rest(self, engine: Engine) -> bool:
         """Between two steps: run the commands that are there, or come while the engine rests. False means stop."""
-        ends_s = self._clock() + engine.rest_s()
+        started_s = self._clock()
         while True:
-            rest_s = max(0.0, ends_s - self._clock())
+            rest_s = max(0.0, started_s + engine.rest_s() - self._clock())
             try:
                 command = self._inbox.get(block=rest_s > 0, timeout=rest_s)
             except queue.Empty:

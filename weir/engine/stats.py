@@ -89,17 +89,16 @@ class EngineMeter:
     def longest_recent_step_s(self) -> float:
         return max(self._recent_steps_s, default=0.0)
 
-    def rest_s(self, least_share: float, num_running: int, num_importing: int) -> float:
-        """How long to rest after a step, so that no token comes late.
+    def rest_s(self, share: float) -> float:
+        """How long to rest after a step, so that steps take `share` of the time and no token comes late.
 
-        The time is divided between running and importing sequences by their number, and at least `least_share` is for
-        steps. The least of the latest few is about what one takes while nobody else wants the cores.
+        Counted is what a step takes while nobody else wants the cores, which is about the least of the latest few: so
+        one that others disturbed is followed by a shorter rest.
         """
-        if not num_importing:
+        if not self._recent_steps_s:
             return 0.0
-        share = max(least_share, num_running / (num_running + num_importing))
-        step_s = min(islice(reversed(self._recent_steps_s), NUM_LATEST_STEPS), default=0.0)
-        return min(step_s * (1 / share - 1), max(0.0, MAX_RESTED_STEP_S - step_s))
+        undisturbed_s = min(islice(reversed(self._recent_steps_s), NUM_LATEST_STEPS))
+        return max(0.0, min(undisturbed_s / share, MAX_RESTED_STEP_S) - self._recent_steps_s[-1])
 
     def start_step(self, now_s: float) -> None:
         if not self.has_work:

@@ -70,7 +70,7 @@ class WorkerConfig:
     num_threads: int | None = setting(None, help="compute threads; none leaves the number to torch", minimum=1)
     compute_share: float = setting(
         1.0,
-        help="least share of the time for steps while KV for sequences here is computed elsewhere; "
+        help="share of the time for steps while KV for sequences here is computed elsewhere; "
         "below 1 where prefill workers have the same cores",
         minimum=0.05,
         maximum=1.0,
