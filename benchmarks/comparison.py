@@ -69,6 +69,12 @@ class ServerRun:
         """JSON-ready."""
         return {**asdict(self), "figures": {measure.value: figure for measure, figure in self.figures.items()}}
 
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> ServerRun:
+        """What `to_dict` gave."""
+        figures = {Measure(name): figure for name, figure in content["figures"].items()}
+        return cls(**{**content, "figures": figures})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:

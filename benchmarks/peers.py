@@ -1,33 +1,32 @@
 """Weir beside the other servers of this machine, over HTTP, on the workloads W1 to W5 of `weir bench`.
 
     python -m benchmarks.peers [--llama-server PATH] [--vllm PATH] [--transformers PATH] [--openvino-python PATH]
-                               [--gguf FILE ...] [--repeats 3] [--quick]
+                               [--gguf FILE ...] [--repeats 3] [--go-on RECORD] [--quick]
 
 Peers are those on PATH or given; none is installed. Each server runs alone: started, warmed up, measured, ended; then
 the next, and all of them again for each repetition. Every loop is bounded in count and time, and a server that fails is
-a row with a remark. Loopback only. Prints a table; the record of the run goes to benchmarks/results/.
+a row with a remark. Loopback only. Prints a table; the record goes to benchmarks/results/ after each server, so that a
+run that was cut off can be gone on with.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from benchmarks.bench_process import BenchFailed, run_bench
-from benchmarks.comparison import THROUGHPUTS, Comparison, Measure, ServerRun
+from benchmarks.comparison import THROUGHPUTS, Measure, ServerRun
 from benchmarks.contenders import ALL_WORKLOADS, Contender, Models, Programs, contenders
-from benchmarks.machine import describe_machine
 from benchmarks.other_processes import OtherProcesses, await_calm
+from benchmarks.peers_record import PeersRecord
 from benchmarks.server_process import ServerFailed, ServerProcess, server_process
 from weir.cli.preparation import prepare_model
 from weir.cli.up_config import UpConfig
@@ -68,22 +67,21 @@ class Plan:
 QUICK = Plan(num_repetitions=1, workloads=("w1", "w3"), begin_s=3.0, request_s=60.0, calm_s=0.0, num_tries=1)
 
 
-def run(chosen: Sequence[Contender], plan: Plan, tokenizer_dir: Path) -> list[ServerRun]:
-    """All repetitions, one server after the other in each."""
+def run(chosen: Sequence[Contender], plan: Plan, tokenizer_dir: Path, *, first: int = 0) -> Iterator[ServerRun]:
+    """All repetitions from number `first` on, one server after the other in each."""
     for contender in chosen:  # caches on disk are filled and files in memory: a second start is measured
         with (
             suppress(ServerFailed),
             server_process(contender.command, ready_path=contender.ready_path, timeout_s=START_TIMEOUT_S) as server,
         ):
             print(f"{contender.name}: first start {server.start_s:.1f} s", flush=True)
-    runs = []
-    for repetition in range(plan.num_repetitions):
+    for repetition in range(first, first + plan.num_repetitions):
         for contender in chosen:
-            print(f"repetition {repetition + 1} of {plan.num_repetitions}: {contender.name}", flush=True)
-            runs.append(measure(contender, plan, repetition, tokenizer_dir))
-            for remark in runs[-1].remarks:
+            print(f"repetition {repetition + 1}: {contender.name}", flush=True)
+            one = measure(contender, plan, repetition, tokenizer_dir)
+            for remark in one.remarks:
                 print(f"  {remark}", flush=True)
-    return runs
+            yield one
 
 
 def measure(contender: Contender, plan: Plan, repetition: int, tokenizer_dir: Path) -> ServerRun:
@@ -197,31 +195,6 @@ def models(gguf: Sequence[Path]) -> Iterator[Models]:
         )
 
 
-def page(comparison: Comparison, measured: Sequence[Contender], missing: Sequence[str], repeats: int) -> str:
-    """The whole report, in Markdown."""
-    return "\n".join(
-        [
-            "# Weir beside its peers on a small CPU machine",
-            "",
-            f"`python -m benchmarks.peers` on {date.today().isoformat()}: {describe_machine()}. SmolLM2-135M-Instruct, "
-            f"over HTTP, workloads of `weir bench`. Medians of {repeats} interleaved repetitions, lowest and highest "
-            "in brackets; the machine is shared, so ratios say more than figures. Goodput: requests with TTFT under "
-            "2 s and TPOT under 100 ms. Memory: proportional set size of all processes of a server after its load. "
-            "Start: all processes, files in the page cache.",
-            "",
-            comparison.table(),
-            "",
-            "Settings:",
-            "",
-            *(f"- {contender.name}: {contender.settings}" for contender in measured),
-            *(f"- {name}: not installed" for name in missing),
-            "",
-            *(f"- {remark}" for remark in comparison.remarks()),
-            "",
-        ]
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama-server", type=Path, metavar="PATH")
@@ -231,6 +204,7 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, nargs="*", default=[], help="more files of the model, such as Q8_0")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="just these servers")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--go-on", type=Path, metavar="RECORD", help="add repetitions to those of an earlier run")
     parser.add_argument("--quick", action="store_true", help="one short repetition of W1 and W3: does it all work?")
     parser.add_argument("--output", type=Path, help="also write the page here")
     args = parser.parse_args()
@@ -242,27 +216,20 @@ def main() -> None:
     )
     for name in programs.missing:
         print(f"not installed: {name}", flush=True)
+    record = PeersRecord.load(args.go_on) if args.go_on else PeersRecord(missing=programs.missing)
+    path = args.go_on or RESULTS / f"{record.date}-peers.json"
+    plan = QUICK if args.quick else Plan(num_repetitions=args.repeats)
     with models(args.gguf) as found:
         chosen = [one for one in contenders(programs, found) if not args.only or one.name in args.only]
-        runs = run(chosen, QUICK if args.quick else Plan(num_repetitions=args.repeats), found.tokenizer_dir)
-    comparison = Comparison({contender.name: contender.kind for contender in chosen}, runs)
-    text = page(comparison, chosen, programs.missing, 1 if args.quick else args.repeats)
+        record.add_servers(chosen)
+        for one in run(chosen, plan, found.tokenizer_dir, first=record.num_repetitions):
+            record.runs.append(one)
+            if not args.quick:
+                record.save(path)
+    text = record.page()
     print(text)
     if args.output:
         args.output.write_text(text)
-    if not args.quick:
-        write_record(chosen, runs)
-
-
-def write_record(measured: Sequence[Contender], runs: Sequence[ServerRun]) -> None:
-    """Every figure of the run, under `RESULTS`."""
-    record = {
-        "date": date.today().isoformat(),
-        "machine": describe_machine(),
-        "servers": {contender.name: contender.settings for contender in measured},
-        "runs": [one.to_dict() for one in runs],
-    }
-    (RESULTS / f"{date.today().isoformat()}-peers.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

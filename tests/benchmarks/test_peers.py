@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.comparison import Comparison, Kind, Measure
+from benchmarks.comparison import Kind, Measure
 from benchmarks.contenders import Contender, Models, Programs, contenders
 from benchmarks.peers import Plan, figures_of, remarks_on, run
+from benchmarks.peers_record import PeersRecord
 from tests.fakes.tiny_tokenizer import byte_level
 
 SERVER = Path(__file__).with_name("peer_server.py")
@@ -41,15 +42,17 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_peers_are_measured_in_turn_and_one_that_fails_is_a_row_with_its_reason(tokenizer_dir: Path) -> None:
+def test_peers_are_measured_in_turn_and_one_that_fails_is_a_row_with_its_reason(
+    tokenizer_dir: Path, tmp_path: Path
+) -> None:
     chosen = [
         _peer("good"),
         _peer("silent", "silent"),
         Contender(name="broken", kind=Kind.PEER, command=(sys.executable, "-c", "exit('no model')"), settings=""),
     ]
-    runs = run(chosen, PLAN, tokenizer_dir)
+    runs = list(run(chosen, PLAN, tokenizer_dir, first=1))
     assert [(one.server, one.repetition) for one in runs] == [
-        (name, repetition) for repetition in (0, 1) for name in ("good", "silent", "broken")
+        (name, repetition) for repetition in (1, 2) for name in ("good", "silent", "broken")
     ]
     good, silent, broken = runs[:3]
     assert min(good.figures[key] for key in (Measure.W1, Measure.W1_GOODPUT, Measure.START, Measure.MEMORY)) > 0
@@ -57,8 +60,12 @@ def test_peers_are_measured_in_turn_and_one_that_fails_is_a_row_with_its_reason(
     assert any("503" in remark for remark in silent.remarks)
     assert broken.figures == {}
     assert broken.remarks == ["ended with code 1: no model"]
-    table = Comparison({one.name: one.kind for one in chosen}, runs).table()
-    assert "| broken |" in table
+    record = PeersRecord(missing=["other"], runs=runs)
+    record.add_servers(chosen)
+    record.save(tmp_path / "record.json")
+    assert PeersRecord.load(tmp_path / "record.json") == record
+    assert record.num_repetitions == 3
+    assert "| broken |" in record.page()
 
 
 def test_a_throughput_comes_with_its_goodput() -> None:
