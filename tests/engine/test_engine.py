@@ -319,6 +319,24 @@ class TestErrors:
         with pytest.raises(HopFailedError, match="nothing could be computed in 3 steps"):
             harness.engine.step()
 
+    def test_request_that_breaks_the_model_again_and_again_does_not_end_the_engine(self) -> None:
+        harness = EngineHarness()
+
+        def refuse_poison(batch: Batch) -> None:
+            if (batch.input_ids == 47).any():
+                raise RuntimeError("no such token")
+
+        harness.runner.before_execute = refuse_poison
+        for number in range(7):
+            harness.submit(make_request(f"poison{number}", [1, 2, 47]))
+            harness.step()
+        assert len(harness.errors) == 7
+        good = make_request("good", [1, 2, 3], max_tokens=3)
+        harness.submit(good)
+        harness.run()
+        harness.check_outputs([good])
+        assert harness.num_free_blocks == 64
+
     def test_fail_all_tells_everybody_and_says_why(self) -> None:
         harness = EngineHarness()
         harness.submit(make_request("a", PROMPT))

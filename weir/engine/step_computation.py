@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -79,16 +79,30 @@ class StepComputation:
         """One result for each chunk.
 
         Raises:
-            HopFailedError: nothing could be computed in `MAX_FAILED_STEPS` steps in a row: the model is broken.
+            HopFailedError: nothing could be computed in `MAX_FAILED_STEPS` steps in a row, nor a token that was asked
+                for by nobody: the model is broken.
         """
         results = self._run_isolated(chunks)
         if any(result.error is None for result in results):
             self._num_failed_steps = 0
-        else:
-            self._num_failed_steps += 1
-            if self._num_failed_steps >= MAX_FAILED_STEPS:
+            return results
+        self._num_failed_steps += 1
+        if self._num_failed_steps >= MAX_FAILED_STEPS:
+            if not self._can_compute_in(chunks[0]):
                 raise HopFailedError(f"nothing could be computed in {MAX_FAILED_STEPS} steps in a row")
+            self._num_failed_steps = 0
         return results
+
+    def _can_compute_in(self, failed: ScheduledChunk) -> bool:
+        """Whether an ordinary token goes where this chunk's first should have gone; nobody will read it there."""
+        probe = replace(_to_scheduled(failed), token_ids=(0,), num_logits=1)
+        cache = self._runner.cache
+        try:
+            batch = Batch.from_scheduled([probe], cache.layout.block_size, cache.tensor.device)
+            return bool(self._runner.execute(batch).isfinite().all())
+        except Exception:
+            logger.exception("the model computes nothing any more")
+            return False
 
     def _run_isolated(self, chunks: Sequence[ScheduledChunk]) -> list[ChunkResult]:
         try:
