@@ -89,9 +89,9 @@ class Spread:
         return cls(median=statistics.median(values), lowest=min(values), highest=max(values))
 
     def show(self, digits: int, scale: float = 1.0) -> str:
-        """The median, lowest and highest in brackets, all times `scale`."""
+        """The median, lowest and highest in brackets where they differ, all times `scale`."""
         median, lowest, highest = (f"{value * scale:,.{digits}f}" for value in (self.median, self.lowest, self.highest))
-        return f"{median} ({lowest} to {highest})"
+        return median if lowest == highest else f"{median} ({lowest} to {highest})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,22 +65,27 @@ class PeersRecord:
 
     def page(self) -> str:
         """The whole report, in Markdown."""
-        comparison = Comparison(self.kinds, self.runs)
+        measured = {one.server for one in self.runs}
+        kinds = {name: kind for name, kind in self.kinds.items() if name in measured}
+        comparison = Comparison(kinds, self.runs)
         return "\n".join(
             [
                 "# Weir beside its peers on a small CPU machine",
                 "",
                 f"`python -m benchmarks.peers` on {self.date}: {self.machine}. SmolLM2-135M-Instruct, over HTTP, "
-                f"workloads of `weir bench`. Medians of {self.num_repetitions} interleaved repetitions, lowest and "
-                "highest in brackets; the machine is shared, so ratios say more than figures. Goodput: requests with "
-                "TTFT under 2 s and TPOT under 100 ms. Memory: proportional set size of all processes of a server "
-                "after its load. Start: all processes, files in the page cache.",
+                f"workloads of `weir bench`. Interleaved repetitions: {self.num_repetitions}; of several, medians, "
+                "lowest and highest in brackets. The machine is shared, so ratios say more than figures. Goodput: "
+                "requests with TTFT under 2 s and TPOT under 100 ms. Memory: proportional set size of all processes of "
+                "a server after its load. Start: all processes, files in the page cache.",
+                "",
+                "What the workloads are: [benchmarking.md](benchmarking.md). Q8_0 and Q4_1 are formats of GGUF files, of "
+                "eight and four bits a weight.",
                 "",
                 comparison.table(),
                 "",
                 "Settings:",
                 "",
-                *(f"- {name}: {settings}" for name, settings in self.settings.items()),
+                *(f"- {name}: {self.settings[name]}" for name in kinds),
                 *(f"- {name}: not installed" for name in self.missing),
                 "",
                 *(f"- {remark}" for remark in comparison.remarks()),
