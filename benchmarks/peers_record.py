@@ -78,8 +78,8 @@ class PeersRecord:
                 "requests with TTFT under 2 s and TPOT under 100 ms. Memory: proportional set size of all processes of "
                 "a server after its load. Start: all processes, files in the page cache.",
                 "",
-                "What the workloads are: [benchmarking.md](benchmarking.md). Q8_0 and Q4_1 are formats of GGUF files, of "
-                "eight and four bits a weight.",
+                "What the workloads are: [benchmarking.md](benchmarking.md). Q8_0 and Q4_1 are formats of GGUF files, "
+                "of eight and four bits a weight.",
                 "",
                 comparison.table(),
                 "",
