@@ -199,7 +199,7 @@ async def test_cancelling_the_call_leaves_the_pipeline(models: ModelStore) -> No
 async def test_the_callers_deadline_is_the_requests(models: ModelStore) -> None:
     async with serving(models, says(models, "DEF")) as (stub, pipeline, _):
         await collect(stub.Generate(request(), timeout=15))
-    assert 10 < pipeline.prompts[0].deadline.remaining_s() <= 15
+    assert 10 < pipeline.prompts[0].deadline.remaining_s() <= 15.1  # gRPC rounds tenths of a second up
 
 
 @pytest.mark.parametrize(
