@@ -33,9 +33,8 @@ async def open_loop(exchanges: Sequence[Exchange], perform: Perform, *, until: D
     started_s = clock()
     async with asyncio.TaskGroup() as group:
         for exchange in exchanges:
-            wait_s = started_s + exchange.plan.due_s - clock()
-            if wait_s > 0:
-                await asyncio.sleep(wait_s)
+            while (wait_s := started_s + exchange.plan.due_s - clock()) > 0:
+                await asyncio.sleep(wait_s)  # uvloop counts whole milliseconds, and so may be early
             if until.is_past(clock):
                 return
             group.create_task(_perform(perform, exchange))
