@@ -33,8 +33,9 @@ async def open_loop(exchanges: Sequence[Exchange], perform: Perform, *, until: D
     started_s = clock()
     async with asyncio.TaskGroup() as group:
         for exchange in exchanges:
-            while (wait_s := started_s + exchange.plan.due_s - clock()) > 0:
-                await asyncio.sleep(wait_s)  # uvloop counts whole milliseconds, and so may be early
+            # uvloop's timers count whole milliseconds, and so may be early.
+            while (wait_s := started_s + exchange.plan.due_s - clock()) > 0:  # noqa: ASYNC110
+                await asyncio.sleep(wait_s)
             if until.is_past(clock):
                 return
             group.create_task(_perform(perform, exchange))
