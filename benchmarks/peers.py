@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench_process import BenchFailed, run_bench
+from benchmarks.bench_process import ROOT, BenchFailed, run_bench
 from benchmarks.comparison import THROUGHPUTS, Measure, ServerRun
 from benchmarks.contenders import ALL_WORKLOADS, Contender, Models, Programs, contenders
 from benchmarks.other_processes import OtherProcesses, await_calm
@@ -32,7 +32,6 @@ from weir.cli.preparation import prepare_model
 from weir.cli.up_config import UpConfig
 from weir.runtime.config import load_config
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 START_TIMEOUT_S = 600.0
 """vLLM compiles for minutes when it meets a model for the first time."""

@@ -185,19 +185,29 @@ def test_the_model_of_weir_up_is_not_that_of_the_server() -> None:
     assert config_of("--model", "other", environ=environ).model == "other"
 
 
+async def interrupt(server: CompletionServer, *options: str, num_calls: int) -> tuple[bytes, bytes]:
+    """What a small measurement prints, and complains of, that Ctrl-C ends once the server has had so many calls."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "weir.cli", "bench", "--base-url", server.url, *SMALL, *options),
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        await until(lambda: len(server.calls) == num_calls, timeout_s=30)
+        process.send_signal(signal.SIGINT)
+        printed = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 130
+    return printed
+
+
 async def test_ctrl_c_in_the_warm_up_is_one_line() -> None:
     async with CompletionServer(lambda _: asyncio.Event().wait()) as server:
-        command = [sys.executable, "-m", "weir.cli", "bench", "--base-url", server.url, *SMALL]
-        process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stderr=asyncio.subprocess.PIPE)
-        try:
-            await until(lambda: len(server.calls) == 1, timeout_s=30)
-            process.send_signal(signal.SIGINT)
-            _, err = await process.communicate()
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-    assert process.returncode == 130
+        _, err = await interrupt(server, num_calls=1)
     assert err == b"weir bench: interrupted before the measurement began\n"
 
 
@@ -209,17 +219,7 @@ async def test_ctrl_c_ends_it_with_the_results_so_far(tmp_path: Path) -> None:
 
     path = tmp_path / "result.json"
     async with CompletionServer(answer) as server:
-        command = [sys.executable, "-m", "weir.cli", "bench", "--base-url", server.url, *SMALL, "--json", str(path)]
-        process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
-        try:
-            await until(lambda: len(server.calls) == 6, timeout_s=30)
-            process.send_signal(signal.SIGINT)
-            out, _ = await process.communicate()
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-    assert process.returncode == 130
+        out, _ = await interrupt(server, "--json", str(path), num_calls=6)
     assert b"requests  3 done, 0 failed, 2 unfinished in " in out
     assert b"PARTIAL   stopped by interrupt" in out
     document = json.loads(path.read_text())

@@ -271,13 +271,15 @@ class TestDeadline:
         assert harness.engine.seconds_to_deadline() == 9.0
 
 
+def refuse_poison(batch: Batch) -> None:
+    """Of a runner that cannot compute token 47."""
+    if (batch.input_ids == 47).any():
+        raise RuntimeError("no such token")
+
+
 class TestErrors:
     def test_sequence_that_breaks_the_model_fails_alone(self) -> None:
         harness = EngineHarness()
-
-        def refuse_poison(batch: Batch) -> None:
-            if (batch.input_ids == 47).any():
-                raise RuntimeError("no such token")
 
         harness.runner.before_execute = refuse_poison
         good = [make_request(f"s{i}", [i + 1] * 9, max_tokens=3) for i in range(3)]
@@ -321,10 +323,6 @@ class TestErrors:
 
     def test_request_that_breaks_the_model_again_and_again_does_not_end_the_engine(self) -> None:
         harness = EngineHarness()
-
-        def refuse_poison(batch: Batch) -> None:
-            if (batch.input_ids == 47).any():
-                raise RuntimeError("no such token")
 
         harness.runner.before_execute = refuse_poison
         for number in range(7):
