@@ -27,7 +27,7 @@ from weir.engine.weights import Weights, open_weights
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_KV_CACHE_BYTES = 384 << 20
+DEFAULT_KV_CACHE_BYTES = 320 << 20
 """KV memory on a CPU where none is set: this much, or one longest sequence if that is more, but never over half of what
 is free. It is taken from the system only as blocks are used."""
 

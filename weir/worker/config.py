@@ -50,7 +50,7 @@ class WorkerConfig:
     num_blocks: int | None = setting(None, help="KV blocks in the pool; wins over the memory settings", minimum=1)
     kv_cache_memory_bytes: int | None = setting(
         None,
-        help="memory of the KV pool; none: on a CPU 384 MiB or one longest sequence, else gpu_memory_utilization",
+        help="memory of the KV pool; none: on a CPU 320 MiB or one longest sequence, else gpu_memory_utilization",
         minimum=1,
     )
     gpu_memory_utilization: float = setting(0.9, help="share of the GPU's memory to use", minimum=0.05, maximum=1.0)
