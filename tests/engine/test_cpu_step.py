@@ -130,7 +130,13 @@ def _memory_kib(name: str) -> int:
 
 def test_packed_weights_are_written_once_and_mapped(tmp_path: Path) -> None:
     model_dir = prepare_tiny(tmp_path, "llama", "Q8_0")
+    older = model_dir / "packed-auto-float32-00000000.safetensors"
+    other = model_dir / "packed-none-float32-00000000.safetensors"
+    older.touch()
+    other.touch()
     make_runner(model_dir, quantization="auto")
+    assert not older.exists(), "nobody reads what an earlier layout left"
+    other.unlink()
     (packed,) = model_dir.glob("packed-*.safetensors")
     written = packed.stat()
     make_runner(model_dir, quantization="auto")

@@ -91,13 +91,17 @@ class PackedWeights:
         return pack_panels(self._library, format, self._rows(taken), is_gated=taken.is_gated)
 
     def _open(self) -> SafetensorsCheckpoint | None:
-        path = self._model_dir / f"packed-{self._quantization}-{self._float_format.name.lower()}-{LAYOUT}.safetensors"
+        stem = f"packed-{self._quantization}-{self._float_format.name.lower()}"
+        path = self._model_dir / f"{stem}-{LAYOUT}.safetensors"
         try:
             if not path.exists():
                 with (path.parent / ".packed.lock").open("w") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX)
                     if not path.exists():
                         self._write(path)
+                        for older in self._model_dir.glob(f"{stem}-*.safetensors"):
+                            if older != path:  # of another layout; a worker that has it mapped keeps it
+                                older.unlink()
         except OSError as exc:
             logger.warning("packed weights are not kept: %s", exc)
             return None
