@@ -19,7 +19,7 @@ from kernels.cpu.packed_matrix import FOUR_BIT, GROUP, PackedMatrix, RowSource, 
 from kernels.cpu.structs import Format
 from weir.engine.models.decoder import Decoder
 from weir.engine.models.decoder_config import DecoderConfig
-from weir.engine.safetensors_file import SafetensorsCheckpoint, TensorSpec, write_safetensors
+from weir.engine.packed_file import PackedFile, write_packed_file
 from weir.engine.weights import TakenTensor, TensorSource, Weights
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class PackedWeights:
         if self._file is None:
             self._formats = {taken.name: format for taken, format in self._plan()}
         else:
-            stored = (name.rpartition(":") for name in self._file.specs)
+            stored = (name.rpartition(":") for name in self._file.names)
             self._formats = {name: Format[format_name] for name, _, format_name in stored}
 
     @property
@@ -90,7 +90,7 @@ class PackedWeights:
     def _pack(self, taken: TakenTensor, format: Format) -> torch.Tensor:
         return pack_panels(self._library, format, self._rows(taken), is_gated=taken.is_gated)
 
-    def _open(self) -> SafetensorsCheckpoint | None:
+    def _open(self) -> PackedFile | None:
         stem = f"packed-{self._quantization}-{self._float_format.name.lower()}"
         path = self._model_dir / f"{stem}-{LAYOUT}.safetensors"
         try:
@@ -102,29 +102,25 @@ class PackedWeights:
                         for older in self._model_dir.glob(f"{stem}-*.safetensors"):
                             if older != path:  # of another layout; a worker that has it mapped keeps it
                                 older.unlink()
+            return PackedFile(path)
         except OSError as exc:
             logger.warning("packed weights are not kept: %s", exc)
             return None
-        return SafetensorsCheckpoint([path], is_packed=True)
 
     def _write(self, path: Path) -> None:
         started_s = time.monotonic()
         matrices = {_stored_name(taken, format): (taken, format) for taken, format in self._plan()}
-        specs = [
-            TensorSpec(
-                name=name,
-                dtype=torch.uint8,
-                shape=packed_shape(self._library, format, *taken.shape, is_gated=taken.is_gated),
-            )
+        shapes = {
+            name: packed_shape(self._library, format, *taken.shape, is_gated=taken.is_gated)
             for name, (taken, format) in matrices.items()
-        ]
+        }
         unfinished = path.with_suffix(".tmp")
         try:
-            write_safetensors(unfinished, specs, lambda spec: self._pack(*matrices[spec.name]))
+            write_packed_file(unfinished, shapes, lambda name: self._pack(*matrices[name]))
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
-        logger.info("packed %d matrices in %.1f s: %s", len(specs), time.monotonic() - started_s, path)
+        logger.info("packed %d matrices in %.1f s: %s", len(shapes), time.monotonic() - started_s, path)
 
 
 def _stored_name(taken: TakenTensor, format: Format) -> str:

@@ -16,6 +16,7 @@ import torch
 
 from weir.core.errors import UnsupportedFeatureError
 from weir.core.kv_layout import KvLayout
+from weir.engine.huge_pages import prefer_huge_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,7 @@ class PagedKvCache:
         self._bytes: memoryview | None = None
         if device.type == "cpu":
             mapping = mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                mapping.madvise(mmap.MADV_HUGEPAGE)  # a head's tile is a page of 4 KiB, far from the next one
+            prefer_huge_pages(mapping)  # a head's tile is a page of 4 KiB, far from the next one
             self._bytes = memoryview(mapping)
             self.tensor = torch.frombuffer(self._bytes, dtype=dtype).view(shape)
         else:

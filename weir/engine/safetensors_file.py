@@ -1,4 +1,4 @@
-"""Reading and writing safetensors files: named tensors behind a JSON header, read as views of the mapped file.
+"""Reading safetensors files: named tensors behind a JSON header, read as views of the mapped file.
 
 Knows files only, no model: names mean nothing here.
 
@@ -8,7 +8,7 @@ Source: https://github.com/huggingface/safetensors, "Format".
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,6 @@ from weir.core.errors import ModelLoadError
 
 INDEX_FILE = "model.safetensors.index.json"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_BYTES = {"U8": torch.uint8}
-_DTYPE_NAMES = {dtype: name for name, dtype in (_DTYPES | _BYTES).items()}
-_HEADER_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,26 +31,18 @@ class TensorSpec:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    @property
-    def size_bytes(self) -> int:
-        size = self.dtype.itemsize
-        for length in self.shape:
-            size *= length
-        return size
-
 
 class SafetensorsCheckpoint:
     """The tensors of one or several safetensors files, as one `weights.TensorSource`.
 
     Args:
         files: every file of the checkpoint; each is opened and its header checked against its length.
-        is_packed: tensors are bytes.
 
     Raises:
         ModelLoadError: a file is missing, cut short or no safetensors file, or two files have the same tensor.
     """
 
-    def __init__(self, files: Sequence[Path], *, is_packed: bool = False) -> None:
+    def __init__(self, files: Sequence[Path]) -> None:
         self._files: dict[str, tuple[Path, Any]] = {}
         self._specs: dict[str, TensorSpec] = {}
         for path in files:
@@ -62,7 +51,7 @@ class SafetensorsCheckpoint:
                 if name in self._files:
                     raise ModelLoadError(f"{path}: tensor {name} is also in {self._files[name][0]}")
                 self._files[name] = (path, handle)
-                self._specs[name] = _spec(path, name, handle, _BYTES if is_packed else _DTYPES)
+                self._specs[name] = _spec(path, name, handle)
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -123,29 +112,6 @@ def check_index(directory: Path, checkpoint: SafetensorsCheckpoint) -> None:
             raise ModelLoadError(f"{directory / file}: tensor {name} is not in it, though {INDEX_FILE} says so")
 
 
-def write_safetensors(path: Path, specs: Sequence[TensorSpec], produce: Callable[[TensorSpec], torch.Tensor]) -> None:
-    """Write tensors one after the other, holding one at a time in memory.
-
-    Args:
-        specs: what the header says, in the order of the data.
-        produce: gives the data of one spec, of exactly its dtype and shape.
-    """
-    header: dict[str, Any] = {}
-    offset = 0
-    for spec in specs:
-        offsets = [offset, offset + spec.size_bytes]
-        header[spec.name] = {"dtype": _DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
-        offset = offsets[1]
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _HEADER_ALIGNMENT)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for spec in specs:
-            tensor = produce(spec).contiguous()
-            assert (tensor.dtype, tuple(tensor.shape)) == (spec.dtype, spec.shape), spec
-            file.write(tensor.flatten().view(torch.uint8).numpy().data)
-
-
 def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
@@ -155,9 +121,9 @@ def _open(path: Path) -> Any:
         raise ModelLoadError(f"{path}: not a whole safetensors file: {exc}") from exc
 
 
-def _spec(path: Path, name: str, handle: Any, dtypes: Mapping[str, torch.dtype]) -> TensorSpec:
+def _spec(path: Path, name: str, handle: Any) -> TensorSpec:
     header = handle.get_slice(name)
-    dtype = dtypes.get(header.get_dtype())
+    dtype = _DTYPES.get(header.get_dtype())
     if dtype is None:
-        raise ModelLoadError(f"{path}: tensor {name} is {header.get_dtype()}; supported are {', '.join(dtypes)}")
+        raise ModelLoadError(f"{path}: tensor {name} is {header.get_dtype()}; supported are {', '.join(_DTYPES)}")
     return TensorSpec(name=name, dtype=dtype, shape=tuple(header.get_shape()))
