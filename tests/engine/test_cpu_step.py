@@ -144,6 +144,18 @@ def test_packed_weights_are_written_once_and_mapped(tmp_path: Path) -> None:
     assert not list(model_dir.glob("*.tmp"))
 
 
+def test_a_damaged_file_of_packed_weights_is_written_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model_dir = prepare_tiny(tmp_path, "llama", "Q8_0")
+    expected = Conversation(make_runner(model_dir, quantization="auto"), SEQUENCES).finish(64)
+    (packed,) = model_dir.glob("packed-*.safetensors")
+    size_bytes = packed.stat().st_size
+    packed.write_bytes(packed.read_bytes()[: size_bytes // 2])
+    found = Conversation(make_runner(model_dir, quantization="auto"), SEQUENCES).finish(64)
+    assert "it is written again" in caplog.text
+    assert packed.stat().st_size == size_bytes
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 def test_without_a_compiler_the_torch_path_computes_the_same(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,7 +38,7 @@ def test_a_file_cut_short_is_refused(tmp_path: Path, length: int) -> None:
     path = tmp_path / "x.safetensors"
     write(path)
     path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(ModelLoadError, match=r"x\.safetensors: .*remove it"):
+    with pytest.raises(ModelLoadError, match=r"x\.safetensors: "):
         PackedFile(path)
 
 

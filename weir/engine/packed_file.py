@@ -43,10 +43,10 @@ class PackedFile:
             self._header: dict[str, Any] = json.loads(self._mapping[_LENGTH_BYTES : self._data_offset])
             data_bytes = max(array["data_offsets"][1] for array in self._header.values())
         except (ValueError, TypeError, KeyError, AttributeError) as exc:
-            raise ModelLoadError(f"{path}: no file of packed weights; remove it: {exc!r}") from exc
+            raise ModelLoadError(f"{path}: no file of packed weights: {exc!r}") from exc
         if self._data_offset + data_bytes != len(self._mapping):
             raise ModelLoadError(
-                f"{path}: has {len(self._mapping)} bytes, its header says {self._data_offset + data_bytes}; remove it"
+                f"{path}: has {len(self._mapping)} bytes, its header says {self._data_offset + data_bytes}"
             )
 
     @property

@@ -17,6 +17,7 @@ import torch
 from kernels.cpu.library import LAYOUT
 from kernels.cpu.packed_matrix import FOUR_BIT, GROUP, PackedMatrix, RowSource, pack_panels, packed_shape
 from kernels.cpu.structs import Format
+from weir.core.errors import ModelLoadError
 from weir.engine.models.decoder import Decoder
 from weir.engine.models.decoder_config import DecoderConfig
 from weir.engine.packed_file import PackedFile, write_packed_file
@@ -94,20 +95,20 @@ class PackedWeights:
         stem = f"packed-{self._quantization}-{self._float_format.name.lower()}"
         path = self._model_dir / f"{stem}-{LAYOUT}.safetensors"
         try:
-            if not path.exists():
+            found = _found(path)
+            if found is None:
                 with (path.parent / ".packed.lock").open("w") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX)
-                    if not path.exists():
-                        self._write(path)
-                        for older in self._model_dir.glob(f"{stem}-*.safetensors"):
-                            if older != path:  # of another layout; a worker that has it mapped keeps it
-                                older.unlink()
-            return PackedFile(path)
+                    found = _found(path) or self._written(path)
+                    for older in self._model_dir.glob(f"{stem}-*.safetensors"):
+                        if older != path:  # of another layout; a worker that has it mapped keeps it
+                            older.unlink()
+            return found
         except OSError as exc:
             logger.warning("packed weights are not kept: %s", exc)
             return None
 
-    def _write(self, path: Path) -> None:
+    def _written(self, path: Path) -> PackedFile:
         started_s = time.monotonic()
         matrices = {_stored_name(taken, format): (taken, format) for taken, format in self._plan()}
         shapes = {
@@ -121,6 +122,17 @@ class PackedWeights:
         finally:
             unfinished.unlink(missing_ok=True)
         logger.info("packed %d matrices in %.1f s: %s", len(shapes), time.monotonic() - started_s, path)
+        return PackedFile(path)
+
+
+def _found(path: Path) -> PackedFile | None:
+    try:
+        return PackedFile(path)
+    except FileNotFoundError:
+        return None
+    except ModelLoadError as exc:
+        logger.warning("%s; it is written again", exc.message)
+        return None
 
 
 def _stored_name(taken: TakenTensor, format: Format) -> str:
