@@ -74,6 +74,12 @@ def decode_attention(
     sliding_window: int | None = None,
 ) -> torch.Tensor:
     """Attend from `query` [num_seqs, num_heads, head_dim], one row a sequence; the caller owns the result."""
+    if query.is_cuda:
+        from kernels.gpu.decode_attention import decode_attention_triton
+
+        return decode_attention_triton(
+            query, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window
+        )
     return decode_attention_reference(
         query, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window
     )

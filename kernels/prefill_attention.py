@@ -72,6 +72,9 @@ def prefill_attention(
     sliding_window: int | None = None,
 ) -> torch.Tensor:
     """Attend from `query` [num_tokens, num_heads, head_dim], several rows a sequence; the caller owns the result."""
-    return prefill_attention_reference(
-        query, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, scale=scale, sliding_window=sliding_window
-    )
+    arguments = (query, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens)
+    if query.is_cuda:
+        from kernels.gpu.prefill_attention import prefill_attention_triton
+
+        return prefill_attention_triton(*arguments, scale=scale, sliding_window=sliding_window)
+    return prefill_attention_reference(*arguments, scale=scale, sliding_window=sliding_window)

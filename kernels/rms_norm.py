@@ -31,4 +31,8 @@ def rms_norm(hidden: AnyRows, weight: torch.Tensor, eps: float, indices: AnyTens
     if isinstance(hidden, PlannedRows):
         return rms_norm_cpu(hidden, weight, eps, of_logits=indices is not None)
     assert indices is None or isinstance(indices, torch.Tensor)
+    if hidden.is_cuda:
+        from kernels.gpu.rms_norm import rms_norm_triton
+
+        return rms_norm_triton(hidden, weight, eps, indices)
     return rms_norm_reference(hidden if indices is None else hidden[indices], weight, eps)

@@ -86,4 +86,8 @@ def rotate_and_store(
         return rotate_and_store_cpu(rows, cos_sin, k_cache, v_cache, norms, eps)
     assert isinstance(positions, torch.Tensor)
     assert isinstance(slots, torch.Tensor)
+    if rows.is_cuda:
+        from kernels.gpu.rotate_and_store import rotate_and_store_triton
+
+        return rotate_and_store_triton(rows, positions, slots, cos_sin, k_cache, v_cache, norms, eps)
     return rotate_and_store_reference(rows, positions, slots, cos_sin, k_cache, v_cache, norms, eps)

@@ -1,15 +1,23 @@
-"""Both attention ops against attention the plain way, over caches whose every other slot is NaN."""
+"""Both attention ops, in plain torch and in Triton, against attention the plain way, over caches whose every other slot
+is NaN."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from kernels.decode_attention import decode_attention
+from kernels.decode_attention import decode_attention_reference
 from kernels.gather_kv_cache import gather_kv_cache
-from kernels.prefill_attention import prefill_attention
+from kernels.gpu.decode_attention import decode_attention_triton
+from kernels.gpu.prefill_attention import prefill_attention_triton
+from kernels.prefill_attention import prefill_attention_reference
 from tests.kernels.paged_pool import TOLERANCE, fill, plain_attention, rms_ratio
 
+DECODE = pytest.mark.parametrize("decode_attention", [decode_attention_reference, decode_attention_triton])
+PREFILL = pytest.mark.parametrize("prefill_attention", [prefill_attention_reference, prefill_attention_triton])
+Attention = Callable[..., torch.Tensor]
 LENGTHS = [1, 7, 63, 65, 64, 2, 130, 16, 17, 31, 33]
 DTYPES = list(TOLERANCE)
 
@@ -19,11 +27,17 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@DECODE
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_kv_heads", "group", "head_dim"), [(1, 1, 64), (2, 4, 40), (1, 5, 64)])
 @pytest.mark.parametrize("block_size", [1, 16, 256])
 def test_decode_equals_plain_attention(
-    dtype: torch.dtype, num_kv_heads: int, group: int, head_dim: int, block_size: int
+    decode_attention: Attention,
+    dtype: torch.dtype,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    block_size: int,
 ) -> None:
     context = fill(LENGTHS, num_kv_heads, block_size, head_dim, dtype)
     query = torch.randn(len(LENGTHS), num_kv_heads * group, head_dim).to(dtype)
@@ -40,8 +54,9 @@ def test_decode_equals_plain_attention(
     assert context.pool.poison_is_untouched()
 
 
+@DECODE
 @pytest.mark.parametrize("window", [1, 5, 64])
-def test_decode_window_sees_only_the_last_tokens(window: int) -> None:
+def test_decode_window_sees_only_the_last_tokens(decode_attention: Attention, window: int) -> None:
     context = fill(LENGTHS, 2, 16, 32)
     query = torch.randn(len(LENGTHS), 4, 32)
 
@@ -60,7 +75,8 @@ def test_decode_window_sees_only_the_last_tokens(window: int) -> None:
         assert rms_ratio(output[row : row + 1], expected) < 1e-5
 
 
-def test_decode_does_not_depend_on_the_neighbours() -> None:
+@DECODE
+def test_decode_does_not_depend_on_the_neighbours(decode_attention: Attention) -> None:
     context = fill([40, 300, 41, 5], 2, 16, 32)
     query = torch.randn(4, 4, 32)
     pool = context.pool
@@ -73,11 +89,17 @@ def test_decode_does_not_depend_on_the_neighbours() -> None:
         torch.testing.assert_close(alone[0], together[row], rtol=1e-5, atol=1e-6)
 
 
+@PREFILL
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 5, 64])
 @pytest.mark.parametrize(("num_kv_heads", "group", "head_dim"), [(1, 1, 64), (2, 4, 40), (1, 5, 64)])
 def test_prefill_equals_plain_attention(
-    dtype: torch.dtype, window: int | None, num_kv_heads: int, group: int, head_dim: int
+    prefill_attention: Attention,
+    dtype: torch.dtype,
+    window: int | None,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
 ) -> None:
     lengths, new = [1, 7, 63, 65, 40], [1, 7, 2, 65, 0]
     context = fill(lengths, num_kv_heads, 16, head_dim, dtype)
@@ -111,3 +133,102 @@ def test_gather_brings_blocks_in_the_order_of_the_table() -> None:
     assert gathered.shape == (2, 2, 48, 8)
     assert torch.equal(gathered[0].transpose(0, 1), context.keys[0])
     assert torch.equal(gathered[1, :, :20].transpose(0, 1), context.keys[1])
+
+
+@pytest.mark.parametrize(("num_splits", "split_size"), [(1, None), (3, None), (None, 64), (None, 256)])
+@pytest.mark.parametrize("window", [None, 70])
+def test_decode_in_splits_equals_plain_attention(
+    num_splits: int | None, split_size: int | None, window: int | None
+) -> None:
+    context = fill([1, 600, 64, 65, 300], 2, 16, 32)
+    query = torch.randn(5, 6, 32)
+    output = decode_attention_triton(
+        query,
+        context.pool.keys,
+        context.pool.values,
+        context.block_tables,
+        context.seq_lens,
+        scale=0.2,
+        sliding_window=window,
+        num_splits=num_splits,
+        split_size=split_size,
+    )
+    for row, (key, value) in enumerate(zip(context.keys, context.values, strict=True)):
+        assert rms_ratio(output[row : row + 1], plain_attention(query[row : row + 1], key, value, 0.2, window)) < 1e-5
+
+
+def test_with_a_fixed_split_size_decode_gives_the_same_bits_in_any_batch() -> None:
+    context = fill([40, 300, 129], 2, 16, 32)
+    query, pool = torch.randn(3, 4, 32), context.pool
+    together = decode_attention_triton(
+        query, pool.keys, pool.values, context.block_tables, context.seq_lens, scale=0.2, split_size=64
+    )
+    for row, length in enumerate(context.seq_lens.tolist()):
+        only = slice(row, row + 1)
+        narrow = context.block_tables[only, : -(-length // 16)].contiguous()
+        alone = decode_attention_triton(
+            query[only], pool.keys, pool.values, narrow, context.seq_lens[only], scale=0.2, split_size=64
+        )
+        assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_decode_of_several_queries_is_causal_among_them(window: int | None) -> None:
+    context = fill([3, 70, 129], 2, 16, 32)
+    query = torch.randn(3 * 3, 6, 32)
+    output = decode_attention_triton(
+        query,
+        context.pool.keys,
+        context.pool.values,
+        context.block_tables,
+        context.seq_lens,
+        scale=0.2,
+        sliding_window=window,
+        num_queries=3,
+        num_splits=2,
+    )
+    for index, (key, value) in enumerate(zip(context.keys, context.values, strict=True)):
+        rows = slice(3 * index, 3 * index + 3)
+        assert rms_ratio(output[rows], plain_attention(query[rows], key, value, 0.2, window)) < 1e-5
+
+
+def test_an_empty_sequence_of_a_padded_batch_attends_to_nothing() -> None:
+    context = fill([5, 70], 1, 16, 32)
+    lengths = torch.tensor([0, 70], dtype=torch.int32)
+    for num_splits in (1, 2):
+        output = decode_attention_triton(
+            torch.randn(2, 2, 32),
+            context.pool.keys,
+            context.pool.values,
+            context.block_tables,
+            lengths,
+            scale=0.2,
+            num_splits=num_splits,
+        )
+        assert torch.equal(output[0], torch.zeros(2, 32))
+        assert output[1].isfinite().all()
+
+
+def test_a_soft_cap_bends_scores_by_tanh() -> None:
+    context = fill([40], 1, 16, 32)
+    (key,), (value,) = context.keys, context.values
+    query = 5 * torch.randn(40, 2, 32)
+    scores = 2.0 * torch.tanh(torch.einsum("qhd,kgd->hqk", query, key) * 0.2 / 2.0)
+    unseen = torch.ones(40, 40, dtype=torch.bool).triu(1)
+    expected = torch.einsum("hqk,kgd->qhd", scores.masked_fill(unseen, float("-inf")).softmax(-1), value)
+    pool = context.pool
+    decoded = decode_attention_triton(
+        query[-1:], pool.keys, pool.values, context.block_tables, context.seq_lens, scale=0.2, soft_cap=2.0
+    )
+    prefilled = prefill_attention_triton(
+        query,
+        pool.keys,
+        pool.values,
+        context.block_tables,
+        torch.tensor([0, 40], dtype=torch.int32),
+        context.seq_lens,
+        scale=0.2,
+        soft_cap=2.0,
+    )
+    assert rms_ratio(prefilled, expected) < 1e-5
+    assert rms_ratio(decoded, expected[-1:]) < 1e-5
