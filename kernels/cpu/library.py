@@ -1,7 +1,7 @@
 """The C++ bodies of the ops as one shared library: built by the machine's compiler on first use, then kept.
 
-A library is named by what it was made from: the sources, the compiler and the instruction set. Nothing here needs
-torch.
+A library is named by what it was made from: the sources, the compiler and the instruction set. Beside it lies its
+digest, without which it counts as damaged: to map half a library is to be killed by it. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -126,11 +126,11 @@ def build(cache_dir: Path, compiler: str, instruction_set: InstructionSet) -> Pa
     """The library for one instruction set in `cache_dir`, compiled if it is not there. Raises LibraryError."""
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=30, check=False).stdout
     path = cache_dir / f"{_stem(instruction_set)}-{hashlib.sha256(version).hexdigest()[:8]}.so"
-    if not path.exists():
+    if not _is_whole(path):
         cache_dir.mkdir(parents=True, exist_ok=True)
         with (cache_dir / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # of several workers that start at once, one compiles
-            if not path.exists():
+            if not _is_whole(path):
                 _compile(compiler, instruction_set, path)
     return path
 
@@ -138,8 +138,25 @@ def build(cache_dir: Path, compiler: str, instruction_set: InstructionSet) -> Pa
 def _find_built(cache_dir: Path, sets: list[InstructionSet]) -> Path:
     for instruction_set in sets:
         for path in sorted(cache_dir.glob(f"{_stem(instruction_set)}-*.so")):
-            return path
+            if _is_whole(path):
+                return path
+            logger.warning("%s is damaged", path)
     raise LibraryError(f"{_NO_COMPILER}, and {cache_dir} has no library")
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return _digest_file(path).read_text() == _digest(path)
+    except OSError:
+        return False
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _digest_file(path: Path) -> Path:
+    return path.with_suffix(".sha256")
 
 
 def _machine() -> str:
@@ -182,6 +199,7 @@ def _compile(compiler: str, instruction_set: InstructionSet, path: Path) -> None
     if done.returncode:
         raise LibraryError(f"{compiler} failed: {(done.stderr or 'it said nothing').strip().splitlines()[0]}")
     unfinished.replace(path)
+    _digest_file(path).write_text(_digest(path))
     logger.info("compiled in %.0f s", time.monotonic() - started_s)
 
 
@@ -194,12 +212,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if (compiler := find_compiler()) is None:
-        raise SystemExit(_NO_COMPILER)
+        raise SystemExit(f"{_NO_COMPILER}; without kernels Weir computes with torch, several times slower")
     own = [each for each in INSTRUCTION_SETS if each.machine == _machine()]
     try:
         for instruction_set in supported_sets()[:1] if arguments.best else own:
             sys.stdout.write(f"{build(arguments.cache_dir, compiler, instruction_set)}\n")
-    except LibraryError as exc:
+    except (LibraryError, OSError) as exc:
         raise SystemExit(str(exc)) from exc
     return 0
 

@@ -37,10 +37,14 @@ def test_a_long_tail_keeps_its_median_and_its_limits() -> None:
     assert share_above_e == pytest.approx(0.159, abs=0.03)  # one sigma
 
 
-TAILS = [f"lognormal{rest}" for rest in ("", ":0:1:9", ":9:0:9", ":10:1:9", ":9:nan:9", ":9:inf:9", ":9:1:9:9")]
+TAILS = [
+    f"lognormal{rest}" for rest in ("", ":0:1:9", ":9:0:9", ":10:1:9", ":9:nan:9", ":9:inf:9", ":9:11:9", ":9:1:9:9")
+]
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "x", "5:4", "0:4", "1:2:3", "1000001", *TAILS])
 def test_what_is_no_length_is_refused_by_name(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"^input_tokens: .* is not a number of tokens.*1 to 1,000,000"):
+    with pytest.raises(
+        ConfigError, match=r"^input_tokens: .* is not a number of tokens.*1 to 1,000,000, SIGMA above 0 and up to 10"
+    ):
         Lengths.parse(text, name="input_tokens")

@@ -87,6 +87,18 @@ def test_an_open_loop_begins_nothing_after_its_time() -> None:
     assert performer.order == [0, 1, 2]
 
 
+def test_an_open_loop_ends_at_its_time_and_not_when_the_next_request_would_be_due() -> None:
+    performer = Performer()
+    planned = exchanges(2, due_s=lambda index: 1000.0 * index)
+
+    async def timed() -> None:
+        await open_loop(planned, performer, until=Deadline(START_S + 2.5), clock=virtual_clock)
+        assert virtual_clock() == START_S + 2.5
+
+    run(timed())
+    assert performer.order == [0]
+
+
 def test_a_burst_lands_at_once_when_the_last_stream_has_begun_to_speak() -> None:
     performer = Performer(duration_s=lambda index: 1.0 + index)
     steady, burst = exchanges(3, kind="steady"), exchanges(2, kind="burst")

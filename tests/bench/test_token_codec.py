@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -28,6 +29,16 @@ async def test_a_server_without_one_is_one_line() -> None:
             ConfigError, match=r"^tokenizer: /tokenize of the server: .*404.*; give --tokenizer DIR or another --model$"
         ):
             await ServerCodec.find(questions, "any")
+
+
+@pytest.mark.parametrize("tokens", [[], 5, "abc", [{"id": 1, "piece": "a"}]])
+async def test_tokens_that_are_none_are_one_line(tokens: object) -> None:
+    class Questions:
+        async def ask(self, path: str, body: dict[str, Any], field: str) -> Any:
+            return tokens
+
+    with pytest.raises(ConfigError, match=r"^tokenizer: /tokenize of the server: its tokens are no list of numbers"):
+        await ServerCodec.find(cast(ServerQuestions, Questions()), "any")
 
 
 @pytest.mark.parametrize("name", [".", "tokenizer.json"])

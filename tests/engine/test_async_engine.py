@@ -170,6 +170,10 @@ async def test_refusals_reach_the_caller_and_leave_nothing() -> None:
         assert await started.is_clean()
 
 
+FOREVER = 3000
+"""Tokens that no engine has made before the loop's thread does its next thing."""
+
+
 class TestAbort:
     async def test_is_final_at_once_even_for_tokens_on_their_way(self) -> None:
         async with start() as started:
@@ -185,9 +189,9 @@ class TestAbort:
                 assert await started.is_clean()
 
     async def test_same_id_may_be_used_again_at_once(self) -> None:
-        async with start() as started:
+        async with start(num_blocks=1024) as started:
             stream = started.engine.open_stream()
-            first = make_request("s", PROMPT, max_tokens=50)
+            first = make_request("s", PROMPT, max_tokens=FOREVER)
             second = make_request("s", PROMPT[5:], max_tokens=6, temperature=1.0)
             await started.engine.submit(first, stream)
             started.engine.abort("s")
@@ -195,11 +199,11 @@ class TestAbort:
             assert await read_all(stream, 1) == {"s": expected_output(second)[0]}
 
     async def test_by_request_ends_all_its_sequences(self) -> None:
-        async with start() as started:
+        async with start(num_blocks=2048) as started:
             stream = started.engine.open_stream()
-            for name in ("a", "b", "c"):
-                request_id = RequestId("same" if name != "c" else "other")
-                await started.engine.submit(make_request(name, PROMPT, max_tokens=8, request_id=request_id), stream)
+            for name, request_id, max_tokens in (("a", "same", FOREVER), ("b", "same", FOREVER), ("c", "other", 8)):
+                request = make_request(name, PROMPT, max_tokens=max_tokens, request_id=RequestId(request_id))
+                await started.engine.submit(request, stream)
             assert started.engine.abort_request(RequestId("same")) == 2
             assert started.engine.abort_request(RequestId("same")) == 0
             assert set(await read_all(stream, 1)) == {"c"}

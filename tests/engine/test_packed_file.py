@@ -42,6 +42,16 @@ def test_a_file_cut_short_is_refused(tmp_path: Path, length: int) -> None:
         PackedFile(path)
 
 
+def test_a_changed_byte_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    write(path)
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ModelLoadError, match="is damaged"):
+        PackedFile(path)
+
+
 @pytest.mark.parametrize("content", [b"\2\0\0\0\0\0\0\0{}", b"\2\0\0\0\0\0\0\0[]", b"\xff" * 64])
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.safetensors"

@@ -52,6 +52,15 @@ def test_the_directory_has_everything_a_service_reads(tmp_path: Path) -> None:
     assert not [path for path in model_dir.parent.iterdir() if path.is_dir() and path != model_dir]
 
 
+def test_a_prepared_directory_is_a_model_as_it_is(tmp_path: Path) -> None:
+    model_dir = prepare(str(write_tiny_model(tmp_path / "hub")), name="org/tiny", home=tmp_path / "home")
+    before = state(model_dir)
+    assert prepare(str(model_dir), home=tmp_path / "elsewhere") == model_dir
+    assert state(model_dir) == before
+    with pytest.raises(ModelLoadError, match="prepared already, as org/tiny"):
+        prepare(str(model_dir), name="other", home=tmp_path / "elsewhere")
+
+
 def test_preparing_twice_does_the_work_once(tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "hub")
     model_dir = prepare(str(source), output=tmp_path / "out")

@@ -28,7 +28,8 @@ def built(tmp_path: Path) -> Path:
     """A directory with the library of this machine, as another process has left it."""
     source = Path(load(CACHE_DIR, BEST.name)._name)
     (tmp_path / "cache").mkdir()
-    shutil.copy(source, tmp_path / "cache" / source.name)
+    for path in (source, source.with_suffix(".sha256")):
+        shutil.copy(path, tmp_path / "cache" / path.name)
     return tmp_path / "cache"
 
 
@@ -49,6 +50,28 @@ def test_a_library_that_is_there_is_not_compiled_again(built: Path) -> None:
     before = found.stat()
     load(built)
     assert [path.stat().st_mtime_ns for path in built.glob("*.so")] == [before.st_mtime_ns]
+
+
+@needs_compiler
+def test_half_a_library_is_compiled_again_and_without_a_compiler_it_is_none(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (found,) = built.glob("*.so")
+    whole = found.read_bytes()
+    found.write_bytes(whole[: len(whole) // 2])
+    with monkeypatch.context() as without_compiler:
+        without_compiler.setenv("PATH", os.devnull)
+        with pytest.raises(LibraryError, match="has no library"):
+            load(built)
+    write_compiler(
+        tmp_path / "bin",
+        f"""for word; do [ "$last" = -o ] && out=$word; last=$word; done
+[ "$1" = --version ] || cp {CACHE_DIR / found.name} "$out" """,
+    )
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin:/usr/bin")
+    rebuilt = Path(load(built)._name)
+    assert rebuilt.parent == built
+    assert rebuilt.read_bytes() == whole
 
 
 @needs_compiler

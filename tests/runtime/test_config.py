@@ -65,6 +65,7 @@ def test_config_flag_wins_over_config_variable(tmp_path: Path) -> None:
         (["--no-is-fast"], "is_fast", False),
         (["--hosts", "a, b", "--hosts", "c"], "hosts", ("a", "b", "c")),
         (["--hosts", "a", "b,c"], "hosts", ("a", "b", "c")),
+        (["--hosts", "none"], "hosts", ()),
         (["--policy", "refuse"], "policy", Policy.REFUSE),
         (["--share", "1"], "share", 1.0),
         (["--secret", "none"], "secret", None),

@@ -17,6 +17,8 @@ from weir.bench.request_plan import Endpoint, RequestPlan
 from weir.bench.server_address import CONNECT_TIMEOUT_S, ServerAddress, refusal_of
 from weir.core.deadline import Clock
 
+MAX_COUNT = 1_000_000_000
+"""Of tokens; what a server says beyond is no count."""
 EVENT_STREAM = "text/event-stream"
 
 
@@ -73,7 +75,7 @@ class Exchange:
 def _count(usage: dict[str, Any], name: str) -> int | None:
     """What a server counted, if it is a count at all."""
     value = usage.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    return value if type(value) is int and 0 <= value <= MAX_COUNT else None
 
 
 class Exchanger:

@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from weir.core.errors import ConfigError
 
 MAX_TOKENS = 1_000_000
-FORMS = f"a number of tokens, LOW:HIGH, or lognormal:MEDIAN:SIGMA:MAXIMUM, each from 1 to {MAX_TOKENS:,}"
+MAX_SIGMA = 10.0
+FORMS = (
+    f"a number of tokens, LOW:HIGH, or lognormal:MEDIAN:SIGMA:MAXIMUM, tokens from 1 to {MAX_TOKENS:,}, "
+    f"SIGMA above 0 and up to {MAX_SIGMA:g}"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +37,7 @@ class Lengths:
             if parts[0] == "lognormal":
                 _, median, sigma, high = parts
                 lengths = cls(low=1, high=int(high), median=int(median), sigma=float(sigma))
-                is_right = 1 <= lengths.median <= lengths.high and 0 < lengths.sigma < math.inf
+                is_right = 1 <= lengths.median <= lengths.high and 0 < lengths.sigma <= MAX_SIGMA
             else:
                 low, high = parts if len(parts) > 1 else parts * 2
                 lengths = cls(low=int(low), high=int(high))

@@ -34,8 +34,8 @@ async def open_loop(exchanges: Sequence[Exchange], perform: Perform, *, until: D
     async with asyncio.TaskGroup() as group:
         for exchange in exchanges:
             # uvloop's timers count whole milliseconds, and so may be early.
-            while (wait_s := started_s + exchange.plan.due_s - clock()) > 0:  # noqa: ASYNC110
-                await asyncio.sleep(wait_s)
+            while (wait_s := started_s + exchange.plan.due_s - clock()) > 0 and not until.is_past(clock):  # noqa: ASYNC110
+                await asyncio.sleep(min(wait_s, until.remaining_s(clock)))
             if until.is_past(clock):
                 return
             group.create_task(_perform(perform, exchange))

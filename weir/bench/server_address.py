@@ -108,7 +108,7 @@ class ServerQuestions:
     async def _send(self, method: str, url: str, body: dict[str, Any] | None = None) -> httpx.Response:
         try:
             return await self._client.request(method, url, json=body)
-        except httpx.TransportError as exc:
+        except httpx.RequestError as exc:
             raise UnavailableError(f"no server answers at {self._address.root}: {exc or type(exc).__name__}") from exc
 
 

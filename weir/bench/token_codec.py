@@ -57,8 +57,8 @@ class ServerCodec:
         for speaks_llama_cpp in (False, True):
             codec = cls(questions, model, speaks_llama_cpp=speaks_llama_cpp)
             try:
-                if await codec.encode("a weir", add_special_tokens=False):
-                    return codec
+                await codec.encode("a weir", add_special_tokens=False)
+                return codec
             except UnavailableError as exc:
                 refusals.append(exc.message)
         raise ConfigError(f"tokenizer: {refusals[0]}; give --tokenizer DIR or another --model", param="tokenizer")
@@ -68,7 +68,10 @@ class ServerCodec:
             body: dict[str, Any] = {"content": text, "add_special": add_special_tokens}
         else:
             body = {"model": self._model, "prompt": text, "add_special_tokens": add_special_tokens}
-        return tuple(await self._questions.ask("/tokenize", body, "tokens"))
+        tokens = await self._questions.ask("/tokenize", body, "tokens")
+        if not isinstance(tokens, list) or not tokens or any(type(token) is not int for token in tokens):
+            raise UnavailableError(f"/tokenize of the server: its tokens are no list of numbers: {str(tokens)[:80]}")
+        return tuple(tokens)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         body: dict[str, Any] = {"tokens": list(token_ids)}

@@ -59,14 +59,21 @@ def bench(argv: Sequence[str]) -> int:
         except KeyboardInterrupt:
             print("weir bench: interrupted before the measurement began", file=sys.stderr)
             return EXIT_INTERRUPTED
+    _write(result, config, salt)
     if not config.quiet:
-        print_tables(result, Console(stderr=config.json == STANDARD_OUTPUT, highlight=False))
+        print_tables(result, _TableConsole(stderr=config.json == STANDARD_OUTPUT, highlight=False))
     for line in failure_lines(result) if config.quiet else ():
         print(f"weir bench: {line}", file=sys.stderr)
-    _write(result, config, salt)
     if result.stopped_by == INTERRUPT:
         return EXIT_INTERRUPTED
     return EXIT_SOME_FAILED if result.summary.num_failed else 0
+
+
+class _TableConsole(Console):
+    """Says that its reader has gone as the rest of the command line does."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 def _write(result: BenchResult, config: BenchConfig, salt: str) -> None:

@@ -76,8 +76,8 @@ class EngineConfig:
             "num_threads",
         ):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1", param=name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1", param=name)
         for name in ("gpu_memory_utilization", "compute_share"):
             value = getattr(self, name)
             if not 0 < value <= 1:

@@ -59,6 +59,8 @@ class LLM:
         load_runner: Callable[[EngineConfig], Runner] = load_model_runner,
         **settings: Any,
     ) -> None:
+        if isinstance(cache_dir := settings.get("kernel_cache_dir"), str):
+            settings["kernel_cache_dir"] = Path(cache_dir)
         config = EngineConfig(model_dir=Path(model_dir), **settings)
         self._model_dir = config.model_dir
         runner = load_runner(config)

@@ -69,6 +69,8 @@ class ModelRunner:
         source = open_weights(config.model_dir)
         packed = None
         self.weights_hash = self.card.weights_hash
+        if library is None and config.quantization in ("int8", "int4"):
+            logger.warning("quantization %s needs the CPU kernels: weights are %s", config.quantization, dtype_name)
         if library is not None:
             float_format = Format[dtype_name.upper()]
             packed = PackedWeights(library, source, config.model_dir, config.quantization, float_format)

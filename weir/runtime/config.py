@@ -143,8 +143,11 @@ class _Field:
 
     def convert(self, raw: object, source: str) -> Any:
         """A checked value of the field's type. Raises ConfigError."""
-        if self.is_optional and (raw is _NONE or (isinstance(raw, str) and raw.strip().lower() == "none")):
-            return None
+        if raw is _NONE or (isinstance(raw, str) and raw.strip().lower() == "none"):
+            if self.type is tuple:
+                return ()
+            if self.is_optional:
+                return None
         try:
             value = self._parse(raw)
         except ValueError as exc:
@@ -290,6 +293,8 @@ def _help_text(field: _Field) -> str:
         parts.append("one of " + ", ".join(str(choice) for choice in field.choices))
     if not field.is_required and not field.is_secret:
         default = field.default.value if isinstance(field.default, Enum) else field.default
+        if isinstance(default, tuple):
+            default = ",".join(default) or None
         parts.append(f"default {default}")
     return ("; ".join(part for part in parts if part) + f" [{field.variable}]").replace("%", "%%")
 
