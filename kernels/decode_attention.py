@@ -74,7 +74,7 @@ def decode_attention(
     sliding_window: int | None = None,
 ) -> torch.Tensor:
     """Attend from `query` [num_seqs, num_heads, head_dim], one row a sequence; the caller owns the result."""
-    if query.is_cuda:
+    if query.is_cuda and k_cache.dtype != torch.int8:
         from kernels.gpu.decode_attention import decode_attention_triton
 
         return decode_attention_triton(

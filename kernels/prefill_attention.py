@@ -73,7 +73,7 @@ def prefill_attention(
 ) -> torch.Tensor:
     """Attend from `query` [num_tokens, num_heads, head_dim], several rows a sequence; the caller owns the result."""
     arguments = (query, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens)
-    if query.is_cuda:
+    if query.is_cuda and k_cache.dtype != torch.int8:
         from kernels.gpu.prefill_attention import prefill_attention_triton
 
         return prefill_attention_triton(*arguments, scale=scale, sliding_window=sliding_window)

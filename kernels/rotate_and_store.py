@@ -86,7 +86,7 @@ def rotate_and_store(
         return rotate_and_store_cpu(rows, cos_sin, k_cache, v_cache, norms, eps)
     assert isinstance(positions, torch.Tensor)
     assert isinstance(slots, torch.Tensor)
-    if rows.is_cuda:
+    if rows.is_cuda and k_cache.dtype != torch.int8:
         from kernels.gpu.rotate_and_store import rotate_and_store_triton
 
         return rotate_and_store_triton(rows, positions, slots, cos_sin, k_cache, v_cache, norms, eps)

@@ -53,6 +53,8 @@ def attend_tile(
     is_column = columns < HEAD_DIM
 
     keys = tl.load(k_ptr + places[None, :] + columns[:, None], mask=is_there[None, :] & is_column[:, None], other=0.0)
+    if keys.dtype != query.dtype:
+        keys = rounded(keys.to(tl.float32), query.dtype)
     scores = dot(query, keys) * scale_log2
     if HAS_SOFT_CAP:
         # tanh by exp2, whose argument is in units of log2 already.

@@ -192,6 +192,20 @@ def test_decode_of_several_queries_is_causal_among_them(window: int | None) -> N
         assert rms_ratio(output[rows], plain_attention(query[rows], key, value, 0.2, window)) < 1e-5
 
 
+def test_a_cache_may_have_fewer_bits_than_the_queries() -> None:
+    context = fill([70, 129], 2, 16, 32, torch.float16)
+    pool = context.pool
+    query = torch.randn(2, 4, 32)
+    arguments = (pool.keys, pool.values, context.block_tables)
+    decoded = decode_attention_triton(query, *arguments, context.seq_lens, scale=0.2)
+    first_rows = torch.tensor([0, 1, 2], dtype=torch.int32)
+    prefilled = prefill_attention_triton(query, *arguments, first_rows, context.seq_lens, scale=0.2)
+    for row, (key, value) in enumerate(zip(context.keys, context.values, strict=True)):
+        expected = plain_attention(query[row : row + 1], key, value, 0.2)
+        assert rms_ratio(decoded[row : row + 1], expected) < TOLERANCE[torch.float16]
+        assert rms_ratio(prefilled[row : row + 1], expected) < TOLERANCE[torch.float16]
+
+
 def test_an_empty_sequence_of_a_padded_batch_attends_to_nothing() -> None:
     context = fill([5, 70], 1, 16, 32)
     lengths = torch.tensor([0, 70], dtype=torch.int32)
