@@ -24,6 +24,9 @@ import xxhash
 from weir.core.errors import ModelLoadError
 from weir.engine.huge_pages import prefer_huge_pages
 
+FORMAT = 2
+"""In the names of files, so that no version of Weir meets what another would read differently."""
+
 _HEADER_ALIGNMENT = 64
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"

@@ -20,7 +20,7 @@ from kernels.cpu.structs import Format
 from weir.core.errors import ModelLoadError
 from weir.engine.models.decoder import Decoder
 from weir.engine.models.decoder_config import DecoderConfig
-from weir.engine.packed_file import PackedFile, write_packed_file
+from weir.engine.packed_file import FORMAT, PackedFile, write_packed_file
 from weir.engine.weights import TakenTensor, TensorSource, Weights
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class PackedWeights:
 
     def _open(self) -> PackedFile | None:
         stem = f"packed-{self._quantization}-{self._float_format.name.lower()}"
-        path = self._model_dir / f"{stem}-{LAYOUT}.safetensors"
+        path = self._model_dir / f"{stem}-{LAYOUT}-{FORMAT}.safetensors"
         try:
             found = _found(path)
             if found is None:
