@@ -19,6 +19,8 @@ from tests.integration.served_cluster import ServedCluster, ServedProcess, http_
 
 HI = ({"role": "user", "content": "hi"},)
 HI_ANSWER = "Hello there! How can I assist you today?"
+KV_BYTES_PER_TOKEN = 2 * 30 * 3 * 64 * 2
+"""Keys and values of 30 layers and 3 heads of 64, in float16."""
 KEEP_ALIVE_S = 0.2
 REST_S = 10.0
 POLL_S = 0.02

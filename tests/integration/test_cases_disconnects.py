@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.real_cluster import CHAT, COMPLETIONS, HI, HI_ANSWER, RealCluster, until
+from tests.integration.real_cluster import CHAT, COMPLETIONS, HI, HI_ANSWER, KV_BYTES_PER_TOKEN, RealCluster, until
 
-KV_BYTES_PER_TOKEN = 46_080
 STOP_S = 2.0
 LONG = {"messages": HI, "max_tokens": 2000, "ignore_eos": True}
 
