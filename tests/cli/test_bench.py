@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -21,7 +22,7 @@ from weir.bench.exchange import Exchange
 from weir.bench.failure import Failure
 from weir.bench.request_plan import RequestPlan
 from weir.bench.workload import PRESETS
-from weir.cli.__main__ import main
+from weir.cli.__main__ import EXIT_BROKEN_PIPE, main
 from weir.cli.bench_config import BenchConfig
 from weir.cli.bench_progress import BenchProgress
 from weir.runtime.config import load_config
@@ -79,6 +80,22 @@ async def test_json_may_go_to_the_standard_output(server: CompletionServer, caps
     captured = capsys.readouterr()
     assert json.loads(captured.out)["num_requests"] == 6
     assert "TTFT" in captured.err
+
+
+async def test_a_reader_that_has_gone_costs_the_tables_and_not_the_json(
+    server: CompletionServer, tmp_path: Path
+) -> None:
+    path = tmp_path / "result.json"
+    command = [sys.executable, "-m", "weir.cli", "bench", "--base-url", server.url, *SMALL, "--json", str(path)]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=writer)
+    finally:
+        os.close(writer)
+    async with asyncio.timeout(60):
+        assert await process.wait() == EXIT_BROKEN_PIPE
+    assert json.loads(path.read_text())["num_requests"] == 6
 
 
 async def test_each_run_has_prompts_of_its_own(server: CompletionServer) -> None:
