@@ -6,6 +6,7 @@ Source: Dao 2023, FlashAttention-2, section 3.1; Kwon et al. 2023, PagedAttentio
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -74,3 +75,15 @@ def attend_tile(
     values = tl.load(v_ptr + places[:, None] + columns[None, :], mask=is_there[:, None] & is_column[None, :], other=0.0)
     total = total * shrink[:, None] + dot(rounded(shares, values.dtype), values)
     return total, new_top, weight
+
+
+def check_paged(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor) -> None:
+    """What both attention kernels take for granted of shapes and strides."""
+    head_dim = query.shape[2]
+    assert query.shape[1] % k_cache.shape[1] == 0
+    assert k_cache.shape == v_cache.shape
+    assert k_cache.shape[3] == head_dim
+    assert query.stride(2) == 1
+    assert block_tables.stride(1) == 1
+    assert k_cache.stride() == v_cache.stride()
+    assert k_cache.stride()[2:] == (head_dim, 1)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.attention_tile import LOG2_E, attend_tile
+from kernels.gpu.attention_tile import LOG2_E, attend_tile, check_paged
 from kernels.gpu.precision import rounded
 
 TILE = 64
@@ -200,16 +200,10 @@ def decode_attention_triton(
     """
     num_rows, num_heads, head_dim = query.shape
     num_seqs, max_blocks = block_tables.shape
-    _num_blocks, num_kv_heads, block_size, _ = k_cache.shape
+    num_kv_heads, block_size = k_cache.shape[1:3]
     assert num_rows == num_seqs * num_queries
     assert len(seq_lens) == num_seqs
-    assert num_heads % num_kv_heads == 0
-    assert k_cache.shape == v_cache.shape
-    assert k_cache.shape[3] == head_dim
-    assert query.stride(2) == 1
-    assert block_tables.stride(1) == 1
-    assert k_cache.stride() == v_cache.stride()
-    assert k_cache.stride()[2:] == (head_dim, 1)
+    check_paged(query, k_cache, v_cache, block_tables)
     assert split_size is None or split_size % TILE == 0
     max_context = max_blocks * block_size
     if split_size is not None:

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.attention_tile import LOG2_E, attend_tile
+from kernels.gpu.attention_tile import LOG2_E, attend_tile, check_paged
 from kernels.gpu.precision import rounded
 
 ROWS = 128
@@ -93,50 +93,30 @@ def _prefill_attention_kernel(
     end = first_position + tl.minimum(NUM_QUERIES, num_new - first_query)
     diagonal = (first_position + 1) // N * N
     start = tl.maximum(first_position - WINDOW + 1, 0) // N * N if WINDOW > 0 else 0
-    for position in range(start, diagonal, N):
-        total, top, weight = attend_tile(
-            query,
-            total,
-            top,
-            weight,
-            k_ptr + head_offset,
-            v_ptr + head_offset,
-            table_ptr,
-            block_stride,
-            position + tl.arange(0, N),
-            end,
-            lowest,
-            highest,
-            scale_log2,
-            soft_cap_log2,
-            BLOCK_SIZE=BLOCK_SIZE,
-            HEAD_DIM=HEAD_DIM,
-            D=D,
-            HAS_SOFT_CAP=HAS_SOFT_CAP,
-            IS_MASKED=WINDOW > 0,
-        )
-    for position in range(tl.maximum(start, diagonal), end, N):
-        total, top, weight = attend_tile(
-            query,
-            total,
-            top,
-            weight,
-            k_ptr + head_offset,
-            v_ptr + head_offset,
-            table_ptr,
-            block_stride,
-            position + tl.arange(0, N),
-            end,
-            lowest,
-            highest,
-            scale_log2,
-            soft_cap_log2,
-            BLOCK_SIZE=BLOCK_SIZE,
-            HEAD_DIM=HEAD_DIM,
-            D=D,
-            HAS_SOFT_CAP=HAS_SOFT_CAP,
-            IS_MASKED=True,
-        )
+    for is_diagonal in tl.static_range(2):  # first what every row sees
+        first_tile = tl.maximum(start, diagonal) if is_diagonal else start
+        for position in range(first_tile, end if is_diagonal else diagonal, N):
+            total, top, weight = attend_tile(
+                query,
+                total,
+                top,
+                weight,
+                k_ptr + head_offset,
+                v_ptr + head_offset,
+                table_ptr,
+                block_stride,
+                position + tl.arange(0, N),
+                end,
+                lowest,
+                highest,
+                scale_log2,
+                soft_cap_log2,
+                BLOCK_SIZE=BLOCK_SIZE,
+                HEAD_DIM=HEAD_DIM,
+                D=D,
+                HAS_SOFT_CAP=HAS_SOFT_CAP,
+                IS_MASKED=is_diagonal or WINDOW > 0,
+            )
     places = (query_rows * num_heads + head) * HEAD_DIM
     attended = total / tl.where(weight == 0, 1.0, weight)[:, None]  # rows of no query
     tl.store(
@@ -166,13 +146,7 @@ def prefill_attention_triton(
     num_kv_heads, block_size = k_cache.shape[1:3]
     assert len(cu_seqlens_q) == num_seqs + 1
     assert len(block_tables) == num_seqs
-    assert num_heads % num_kv_heads == 0
-    assert k_cache.shape == v_cache.shape
-    assert k_cache.shape[3] == head_dim
-    assert query.stride(2) == 1
-    assert block_tables.stride(1) == 1
-    assert k_cache.stride() == v_cache.stride()
-    assert k_cache.stride()[2:] == (head_dim, 1)
+    check_paged(query, k_cache, v_cache, block_tables)
     group = num_heads // num_kv_heads
     num_rows = max(ROWS, triton.next_power_of_2(group))
     queries_per_tile = num_rows // group
