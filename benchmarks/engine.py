@@ -21,11 +21,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from benchmarks.comparison import Spread
 from tests.fakes.real_model import prepare_real_model
-from weir.engine.batch import Batch, ScheduledSequence
+from weir.engine.batch import ScheduledSequence
 from weir.engine.config import EngineConfig
 from weir.engine.model_runner import ModelRunner
 from weir.engine.models.decoder_config import DecoderConfig
@@ -39,16 +37,15 @@ WAYS: dict[str, dict[str, object]] = {
     "auto": {"quantization": "auto"},
 }
 WORK = {"decode 1": 1, "decode 8": 8, "decode 32": 32, "prefill 512": 512, "prefill 1500": 1500}
-CPU = torch.device("cpu")
 
 
-def make_batch(work: str, block_size: int) -> Batch:
+def make_items(work: str, block_size: int) -> list[ScheduledSequence]:
     count = WORK[work]
     if work.startswith("prefill"):
         blocks = range(-(-count // block_size))
         ids = tuple(3 + index % 1000 for index in range(count))
         only = ScheduledSequence(sequence_id="p", token_ids=ids, start=0, block_ids=blocks, num_logits=1)
-        return Batch.from_scheduled([only], block_size, CPU)
+        return [only]
     each = CONTEXT // block_size
     items = [
         ScheduledSequence(
@@ -60,18 +57,18 @@ def make_batch(work: str, block_size: int) -> Batch:
         )
         for index in range(count)
     ]
-    return Batch.from_scheduled(items, block_size, CPU)
+    return items
 
 
 def measure(runner: ModelRunner, work: str) -> float:
     """Tokens a second: the median of a second's steps, at least three."""
-    batch = make_batch(work, runner.layout.block_size)
-    runner.execute(batch)
+    items = make_items(work, runner.layout.block_size)
+    runner.execute(items)
     times: list[float] = []
     started_s = time.perf_counter()
     while len(times) < 3 or time.perf_counter() - started_s < 1:
         step_s = time.perf_counter()
-        runner.execute(batch)
+        runner.execute(items)
         times.append(time.perf_counter() - step_s)
     return WORK[work] / statistics.median(times)
 

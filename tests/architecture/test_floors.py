@@ -26,7 +26,7 @@ def _row(ours: str = "", third_parties: str = "") -> Row:
     return Row(ours=frozenset(ours.split()), third_parties=frozenset(third_parties.split()))
 
 
-ENGINE_LIBRARIES = "torch numpy transformers safetensors gguf tokenizers huggingface_hub xxhash"
+ENGINE_LIBRARIES = "torch numpy transformers safetensors gguf tokenizers huggingface_hub xxhash tqdm"
 TABLE = {
     "weir/core": _row(),
     "kernels": _row("", "torch triton"),

@@ -11,7 +11,7 @@ import torch
 from tests.fakes.gguf_model import write_tiny_gguf
 from tests.fakes.reference_model import Conversation
 from tests.kernels.cpu_library import needs_compiler
-from weir.engine.batch import Batch, ScheduledSequence
+from weir.engine.batch import ScheduledSequence
 from weir.engine.config import EngineConfig
 from weir.engine.model_runner import ModelRunner
 from weir.engine.prepare import prepare
@@ -116,7 +116,7 @@ def test_a_prompt_of_8192_tokens_takes_memory_for_its_rows_alone(tmp_path: Path)
                 block_ids=range(512),
                 num_logits=1,
             )
-            logits = runner.execute(Batch.from_scheduled([part], 16, torch.device("cpu")))
+            logits = runner.execute([part])
         # The scores of one head alone, all against all, would be 256 MiB.
         assert _memory_kib("VmHWM") - before < 64 << 10
         last_rows.append(logits.clone())

@@ -8,7 +8,7 @@ import torch
 
 from tests.fakes.reference_model import Conversation
 from weir.core.errors import ConfigError
-from weir.engine.batch import Batch, ScheduledSequence
+from weir.engine.batch import ScheduledSequence
 from weir.engine.config import EngineConfig
 from weir.engine.model_runner import DEFAULT_KV_CACHE_BYTES, ModelRunner
 
@@ -17,11 +17,11 @@ CPU = torch.device("cpu")
 TOKENS = [5 + index * 7 % 300 for index in range(40)]
 
 
-def one(token_ids: list[int], block_ids: list[int], num_logits: int) -> Batch:
+def one(token_ids: list[int], block_ids: list[int], num_logits: int) -> list[ScheduledSequence]:
     item = ScheduledSequence(
         sequence_id="a", token_ids=tuple(token_ids), start=0, block_ids=block_ids, num_logits=num_logits
     )
-    return Batch.from_scheduled([item], 16, CPU)
+    return [item]
 
 
 def test_only_wanted_rows_get_logits(make_tiny_model: MakeModel) -> None:
@@ -42,7 +42,7 @@ def test_blocks_of_others_are_neither_read_nor_written(make_tiny_model: MakeMode
     poisoned = runner.execute(one(TOKENS, [4, 9, 2], 40))
     assert torch.equal(poisoned, clean)
     last = ScheduledSequence(sequence_id="a", token_ids=(7,), start=40, block_ids=[4, 9, 2], num_logits=1)
-    assert runner.execute(Batch.from_scheduled([last], 16, CPU)).isfinite().all()
+    assert runner.execute([last]).isfinite().all()
     others = [block for block in range(128) if block not in (4, 9, 2)]
     assert runner.cache.tensor[others].isnan().all()
     assert runner.cache.tensor[2, ..., 9:, :].isnan().all()
@@ -115,14 +115,11 @@ def test_a_shorter_context_needs_fewer_blocks(tiny_model_dir: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_cuda_equals_the_cpu(tiny_model_dir: Path, dtype: str) -> None:
-    device = torch.device("cuda")
     item = ScheduledSequence(
         sequence_id="a", token_ids=tuple(TOKENS), start=0, block_ids=[4, 9, 2], num_logits=len(TOKENS)
     )
-    expected = ModelRunner(EngineConfig(model_dir=tiny_model_dir, device="cpu", num_blocks=128)).execute(
-        Batch.from_scheduled([item], 16, CPU)
-    )
+    expected = ModelRunner(EngineConfig(model_dir=tiny_model_dir, device="cpu", num_blocks=128)).execute([item])
     runner = ModelRunner(EngineConfig(model_dir=tiny_model_dir, device="cuda", dtype=dtype))
-    logits = runner.execute(Batch.from_scheduled([item], 16, device)).cpu()
+    logits = runner.execute([item]).cpu()
     tolerance = 1e-4 if dtype == "float32" else 0.05
     assert (logits - expected).abs().max() <= tolerance * expected.abs().max()

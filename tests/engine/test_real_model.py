@@ -19,7 +19,7 @@ from tests.fakes.reference_model import (
     reference_logits,
 )
 from weir.core.model_card import ModelCard
-from weir.engine.batch import Batch, ScheduledSequence
+from weir.engine.batch import ScheduledSequence
 from weir.engine.config import EngineConfig
 from weir.engine.model_runner import ModelRunner
 
@@ -55,7 +55,7 @@ def greedy(runner: ModelRunner, prompt: list[int], num_tokens: int) -> list[int]
         new = tuple(tokens[start:])
         item = ScheduledSequence(sequence_id="a", token_ids=new, start=start, block_ids=blocks, num_logits=1)
         start = len(tokens)
-        tokens.append(int(runner.execute(Batch.from_scheduled([item], 16, CPU))[0].argmax()))
+        tokens.append(int(runner.execute([item])[0].argmax()))
         if tokens[-1] in runner.card.eos_token_ids:
             break
     return tokens[len(prompt) :]

@@ -16,7 +16,7 @@ import torch
 from weir.core.kv_layout import KvLayout
 from weir.core.model_card import ModelCard
 from weir.core.request import FinishReason, RequestId, SamplingParams, SequenceRequest
-from weir.engine.batch import Batch
+from weir.engine.batch import Batch, BatchArrays, ScheduledSequence
 from weir.engine.config import EngineConfig
 from weir.engine.paged_kv_cache import PagedKvCache
 from weir.engine.sampler import SamplingRow, sample
@@ -109,7 +109,8 @@ class FakeModelRunner:
     def warm_up(self) -> None:
         """There are no weights to touch."""
 
-    def execute(self, batch: Batch) -> torch.Tensor:
+    def execute(self, items: Sequence[ScheduledSequence], chosen: torch.Tensor | None = None) -> torch.Tensor:
+        batch = Batch.on_host(BatchArrays.from_scheduled(items, self.layout.block_size))
         self.before_execute(batch)
         self.steps.append((batch.num_seqs, batch.num_tokens))
         states = np.zeros(batch.num_tokens, dtype=np.uint64)

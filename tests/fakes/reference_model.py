@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from weir.engine.batch import Batch, ScheduledSequence
+from weir.engine.batch import ScheduledSequence
 from weir.engine.model_runner import ModelRunner
 from weir.engine.weights import open_weights
 
@@ -79,8 +79,7 @@ class Conversation:
                         num_logits=len(tokens),
                     )
                 )
-        batch = Batch.from_scheduled(items, self._runner.layout.block_size, torch.device("cpu"))
-        rows = self._runner.execute(batch).split([item.num_logits for item in items])
+        rows = self._runner.execute(items).split([item.num_logits for item in items])
         for index, new in zip(owners, rows, strict=True):
             self.logits[index] = torch.cat((self.logits[index], new))
             self._computed[index] += len(new)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from weir.core.errors import ConfigError
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = (*DTYPES, "int8")
 DEVICES = ("auto", "cpu", "cuda")
+"""Or one GPU: `cuda:0`."""
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
 """Tokens of one step where none are set. On two CPU cores 256 keep a step of a small model under 1 s."""
@@ -25,7 +27,11 @@ class EngineConfig:
         kv_cache_dtype: auto is `dtype`, or float16 where weights are quantised.
         num_blocks: size of the KV pool; wins over `kv_cache_memory_bytes`.
         kv_cache_memory_bytes: memory of the KV pool; None is a share of what is free.
+        device: auto is the emptiest GPU with room for `gpu_memory_utilization`, or a CPU where there is no GPU; cuda is
+            never a CPU; cuda:N is that GPU, whoever else uses it.
         gpu_memory_utilization: on CUDA, the share of the device's memory that weights, activations and KV may take.
+        device_claim_dir: where workers of one host write down which share of which GPU they take.
+        cuda_graphs: record decode steps at the start and replay them.
         max_num_seqs: most sequences that run at once.
         max_num_batched_tokens: most tokens of one step; None is `DEFAULT_BATCHED_TOKENS` of the device.
         max_model_len: longest sequence, prompt and output together; None is the model's own.
@@ -47,6 +53,8 @@ class EngineConfig:
     num_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
+    device_claim_dir: Path = Path("~/.cache/weir/devices")
+    cuda_graphs: bool = True
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
@@ -60,12 +68,15 @@ class EngineConfig:
         for name, allowed in (
             ("dtype", DTYPES),
             ("kv_cache_dtype", KV_CACHE_DTYPES),
-            ("device", DEVICES),
             ("quantization", QUANTIZATIONS),
         ):
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}", param=name)
+        if self.device not in DEVICES and not re.fullmatch(r"cuda:\d{1,3}", self.device):
+            raise ConfigError(
+                f"device is {self.device!r}; it must be one of {', '.join(DEVICES)}, cuda:N", param="device"
+            )
         for name in (
             "block_size",
             "num_blocks",
@@ -92,7 +103,7 @@ class EngineConfig:
     def device_type(self) -> str:
         """`cpu` or `cuda`; auto is CUDA where torch sees a device."""
         if self.device != "auto":
-            return self.device
+            return self.device.partition(":")[0]
         import torch
 
         return "cuda" if torch.cuda.is_available() else "cpu"

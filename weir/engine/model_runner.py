@@ -6,7 +6,7 @@ import ctypes
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,13 +16,16 @@ from kernels.cpu.structs import Format
 from weir.core.errors import ConfigError
 from weir.core.kv_layout import KvLayout
 from weir.core.model_card import ModelCard
-from weir.engine.batch import Batch, ScheduledSequence
+from weir.engine.batch import Batch, BatchArrays, ScheduledSequence
 from weir.engine.config import EngineConfig
+from weir.engine.decode_graphs import CudaRecorder, DecodeGraphs, graph_sizes
+from weir.engine.device import Device, MemoryReading, kv_bytes
 from weir.engine.host_memory import available_bytes
 from weir.engine.models.decoder import Decoder
 from weir.engine.models.decoder_config import DecoderConfig
 from weir.engine.packed_weights import PackedWeights
 from weir.engine.paged_kv_cache import PagedKvCache
+from weir.engine.staging import Staging
 from weir.engine.weights import Weights, open_weights
 
 logger = logging.getLogger(__name__)
@@ -63,7 +66,12 @@ class ModelRunner:
         self.card = ModelCard.load(config.model_dir)
         decoder_config = DecoderConfig.load(config.model_dir)
         self.max_model_len = _max_model_len(config, self.card)
-        self._device = _device(config)
+        self._chosen_device = Device.choose(config)
+        self._device = self._chosen_device.torch_device
+        self._memory_before: MemoryReading | None = None
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread; kernels are launched there
+            self._memory_before = MemoryReading.of(self._device)
         dtype_name = _dtype_name(config, self._device)
         library = _cpu_library(config) if self._device.type == "cpu" else None
         source = open_weights(config.model_dir)
@@ -86,10 +94,19 @@ class ModelRunner:
             kv_dtype=kv_dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         )
         weights = Weights(source, getattr(torch, dtype_name), self._device, packed)
-        with torch.inference_mode():
-            self._model = Decoder(decoder_config, weights, self.max_model_len, self._device)
-        self.num_blocks = self._choose_num_blocks(config, free_memory)
-        self.cache = PagedKvCache(self.layout, self.num_blocks, self._device)
+        self._staging = Staging(self._device)
+        try:
+            with torch.inference_mode():
+                self._model = Decoder(decoder_config, weights, self.max_model_len, self._device)
+            self.num_blocks = self._choose_num_blocks(config, free_memory)
+            self.cache = PagedKvCache(self.layout, self.num_blocks, self._device)
+        except torch.OutOfMemoryError as exc:
+            raise ConfigError(
+                f"{self.card.name} as {dtype_name}, a step of {config.token_budget()} tokens and "
+                f"gpu_memory_utilization {config.gpu_memory_utilization:g} of KV do not fit {self._device}: {exc}",
+                param="gpu_memory_utilization",
+            ) from exc
+        self._graphs = self._record_graphs(config) if self._device.type == "cuda" and config.cuda_graphs else None
         self.plan: Plan | None = None
         if library is not None:
             self.plan = Plan(library, max_tokens=config.token_budget(), max_logits=config.token_budget())
@@ -106,14 +123,38 @@ class ModelRunner:
             },
         )
 
-    def execute(self, batch: Batch) -> torch.Tensor:
-        """Compute `batch`, writing its KV: float32 logits [num_logits, vocab_size], valid until the next call."""
+    def execute(self, items: Sequence[ScheduledSequence], chosen: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute `items`, writing their KV: float32 logits [num_logits, vocab_size], valid until the next call.
+
+        Args:
+            chosen: the tokens that the previous step chose, for items whose token is late.
+        """
+        arrays = BatchArrays.from_scheduled(items, self.layout.block_size)
         with torch.inference_mode():
             if self.plan is not None:
-                return self.plan.run(batch)
-            logits = self._model(batch, self.cache)
-            assert isinstance(logits, torch.Tensor)
-            return logits.float()
+                return self.plan.run(Batch.on_host(arrays))
+            if self._graphs is not None and self._graphs.fits(arrays):
+                return self._graphs.run(arrays, chosen)
+            return self._compute(Batch.on_device(arrays, self._staging, chosen))
+
+    def _compute(self, batch: Batch) -> torch.Tensor:
+        logits = self._model(batch, self.cache)
+        assert isinstance(logits, torch.Tensor)
+        return logits.float()
+
+    def _record_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
+        try:
+            with torch.inference_mode():
+                return DecodeGraphs(
+                    self._compute,
+                    CudaRecorder(self._device),
+                    sizes=graph_sizes(config.max_num_seqs),
+                    max_blocks=self.layout.blocks_for(self.max_model_len),
+                    device=self._device,
+                )
+        except RuntimeError as exc:  # out of memory, or an op that can't be recorded
+            logger.warning("decode steps run without CUDA graphs, which costs time between kernels: %s", exc)
+            return None
 
     def warm_up(self) -> None:
         """Touch every weight once, so that the first request finds them in memory. Only before any block is in use."""
@@ -121,15 +162,14 @@ class ModelRunner:
             # glibc returns freed memory above twice its largest freed mapping to the system, and the next layer faults
             # it in again: 23,000 faults and 30 % of a step of 8 sequences. One mapping of 32 MiB ends that.
             torch.empty(_LARGEST_MAPPING_BYTES, dtype=torch.uint8)
-        self.execute(self._probe(1))
+        self.execute([self._probe(1)])
         self.cache.tensor[0].zero_()
 
-    def _probe(self, num_tokens: int) -> Batch:
+    def _probe(self, num_tokens: int) -> ScheduledSequence:
         blocks = range(self.layout.blocks_for(num_tokens))
-        probe = ScheduledSequence(
+        return ScheduledSequence(
             sequence_id="warm-up", token_ids=(0,) * num_tokens, start=0, block_ids=blocks, num_logits=1
         )
-        return Batch.from_scheduled([probe], self.layout.block_size, self._device)
 
     def _choose_num_blocks(self, config: EngineConfig, free_memory: Callable[[], int]) -> int:
         block_bytes = self.layout.block_bytes
@@ -152,15 +192,18 @@ class ModelRunner:
         return num_blocks
 
     def _free_device_bytes(self, config: EngineConfig) -> int:
-        """What is left for KV on the device beside weights and the largest step, which is run once to see."""
+        """What is left for KV on the device beside weights and the largest step, which is computed once to see."""
+        assert self._memory_before is not None
         num_tokens = min(config.token_budget(), self.max_model_len)
+        arrays = BatchArrays.from_scheduled([self._probe(num_tokens)], self.layout.block_size)
         small = PagedKvCache(self.layout, self.layout.blocks_for(num_tokens), self._device)
         with torch.inference_mode():
-            self._model(self._probe(num_tokens), small)
-        logits_bytes = 4 * config.max_num_seqs * self.card.vocab_size
-        total_bytes = torch.cuda.mem_get_info(self._device)[1]
-        peak_bytes = torch.cuda.max_memory_allocated(self._device) + logits_bytes
-        return max(0, int(total_bytes * config.gpu_memory_utilization) - peak_bytes)
+            self._model(Batch.on_device(arrays, self._staging), small)
+            # As many rows of logits as a step has at most, and what sampling makes of them.
+            logits = torch.empty((config.max_num_seqs, self.card.vocab_size), device=self._device)
+            del logits, small
+        torch.cuda.synchronize(self._device)
+        return kv_bytes(self._memory_before, MemoryReading.of(self._device), config.gpu_memory_utilization)
 
 
 def _cpu_library(config: EngineConfig) -> ctypes.CDLL | None:
@@ -182,13 +225,6 @@ def _max_model_len(config: EngineConfig, card: ModelCard) -> int:
             param="max_model_len",
         )
     return config.max_model_len
-
-
-def _device(config: EngineConfig) -> torch.device:
-    device = torch.device(config.device_type())
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is 'cuda'; torch sees no CUDA device", param="device")
-    return device
 
 
 def _dtype_name(config: EngineConfig, device: torch.device) -> str:

@@ -14,7 +14,7 @@ from weir.core.errors import HopFailedError
 from weir.core.kv_layout import KvLayout
 from weir.core.model_card import ModelCard
 from weir.core.request import TokenLogprobs
-from weir.engine.batch import Batch, ScheduledSequence
+from weir.engine.batch import ScheduledSequence
 from weir.engine.config import EngineConfig
 from weir.engine.logprobs import compute_logprobs
 from weir.engine.paged_kv_cache import PagedKvCache
@@ -37,7 +37,7 @@ class Runner(Protocol):
     cache: PagedKvCache
     plan: Plan | None
 
-    def execute(self, batch: Batch) -> torch.Tensor: ...
+    def execute(self, items: Sequence[ScheduledSequence], chosen: torch.Tensor | None = None) -> torch.Tensor: ...
 
     def warm_up(self) -> None: ...
 
@@ -96,10 +96,8 @@ class StepComputation:
     def _can_compute_in(self, failed: ScheduledChunk) -> bool:
         """Whether an ordinary token goes where this chunk's first should have gone; nobody will read it there."""
         probe = replace(_to_scheduled(failed), token_ids=(0,), num_logits=1)
-        cache = self._runner.cache
         try:
-            batch = Batch.from_scheduled([probe], cache.layout.block_size, cache.tensor.device)
-            return bool(self._runner.execute(batch).isfinite().all())
+            return bool(self._runner.execute([probe]).isfinite().all())
         except Exception:
             logger.exception("the model computes nothing any more")
             return False
@@ -122,9 +120,7 @@ class StepComputation:
 
     def _execute(self, chunks: Sequence[ScheduledChunk]) -> list[ChunkResult]:
         items = [_to_scheduled(chunk) for chunk in chunks]
-        cache = self._runner.cache
-        batch = Batch.from_scheduled(items, cache.layout.block_size, cache.tensor.device)
-        logits = self._runner.execute(batch)
+        logits = self._runner.execute(items)
         rows: list[SamplingRow] = []
         prompt_logprobs: list[tuple[TokenLogprobs, ...]] = []
         end = 0

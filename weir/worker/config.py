@@ -10,7 +10,7 @@ from pathlib import Path
 
 from weir.core.errors import ConfigError
 from weir.core.redis_url import RedisUrl
-from weir.engine.config import DEVICES, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineConfig
+from weir.engine.config import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineConfig
 from weir.runtime.config import setting
 from weir.runtime.logs import FORMATS, LEVELS
 
@@ -45,7 +45,10 @@ class WorkerConfig:
 
     dtype: str = setting("auto", help="weights and activations", choices=DTYPES)
     kv_cache_dtype: str = setting("auto", help="keys and values in the cache", choices=KV_CACHE_DTYPES)
-    device: str = setting("auto", help="where the model runs", choices=DEVICES)
+    device: str = setting(
+        "auto",
+        help="where the model runs: cpu, cuda (the emptiest GPU with room), cuda:N, or auto: cuda, or cpu without one",
+    )
     block_size: int = setting(16, help="tokens in a KV block", minimum=1, maximum=4096)
     num_blocks: int | None = setting(None, help="KV blocks in the pool; wins over the memory settings", minimum=1)
     kv_cache_memory_bytes: int | None = setting(
@@ -54,6 +57,10 @@ class WorkerConfig:
         minimum=1,
     )
     gpu_memory_utilization: float = setting(0.9, help="share of the GPU's memory to use", minimum=0.05, maximum=1.0)
+    device_claim_dir: Path = setting(
+        Path("~/.cache/weir/devices"), help="where workers of one host write down which share of which GPU they take"
+    )
+    cuda_graphs: bool = setting(True, help="on a GPU, record decode steps at the start and replay them")
     max_num_seqs: int = setting(64, help="most sequences in one step", minimum=1)
     max_num_batched_tokens: int | None = setting(
         None,
@@ -120,6 +127,8 @@ class WorkerConfig:
             num_blocks=self.num_blocks,
             kv_cache_memory_bytes=self.kv_cache_memory_bytes,
             gpu_memory_utilization=self.gpu_memory_utilization,
+            device_claim_dir=self.device_claim_dir,
+            cuda_graphs=self.cuda_graphs,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len,
