@@ -1,9 +1,9 @@
 """Attention of one new token a sequence over its paged context, the token itself included.
 
 Shapes: query [num_seqs, num_heads, head_dim]; k_cache, v_cache as in `gather_kv_cache`; block_tables
-[num_seqs, max_blocks] int32, entries beyond a sequence's blocks being any valid block; seq_lens [num_seqs] int32, at
-least 1, the new token counted. num_heads is a multiple of num_kv_heads. The result has query's shape and dtype. With a
-sliding window a token sees the last `sliding_window` tokens, itself included.
+[num_seqs, max_blocks] int32, entries beyond a sequence's blocks being any valid block; seq_lens [num_seqs] int32, the
+new token counted, or 0 for a row of padding, whose result is zeros. num_heads is a multiple of num_kv_heads. The result
+has query's shape and dtype. With a sliding window a token sees the last `sliding_window` tokens, itself included.
 Source: Kwon et al. 2023, PagedAttention, section 4.3; Ainslie et al. 2023, GQA; Beltagy et al. 2020, Longformer.
 """
 

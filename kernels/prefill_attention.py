@@ -2,8 +2,9 @@
 
 Shapes: query [num_tokens, num_heads, head_dim], the rows of sequence i being cu_seqlens_q[i] to cu_seqlens_q[i + 1];
 k_cache, v_cache as in `gather_kv_cache`; block_tables [num_seqs, max_blocks] int32; cu_seqlens_q [num_seqs + 1] int32;
-seq_lens [num_seqs] int32, computed tokens and the new ones together, the new ones being the last. The result has
-query's shape and dtype. With a sliding window a token sees the last `sliding_window` tokens, itself included.
+seq_lens [num_seqs] int32, computed tokens and the new ones together, the new ones being the last; a sequence of padding
+has neither. The result has query's shape and dtype. With a sliding window a token sees the last `sliding_window`
+tokens, itself included.
 Source: Dao 2023, FlashAttention-2, section 3, over Kwon et al. 2023, PagedAttention, section 4.3.
 """
 

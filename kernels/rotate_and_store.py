@@ -2,7 +2,8 @@
 
 Shapes: rows [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], queries, keys, values; changed in place: queries
 and keys come out normalised (where there are norms) and rotated. cos_sin [num_positions, rotary_dim] float32;
-positions, slots [num_tokens] int64; k_cache, v_cache as in `store_kv_cache`.
+positions, slots [num_tokens] int64; k_cache, v_cache as in `store_kv_cache`. A row of padding has slot -1 and any
+position there is: it is changed like the others, and nothing of it is stored.
 Source: see `rms_norm`, `rotary_embedding` and `store_kv_cache`.
 """
 
@@ -49,7 +50,7 @@ def rotate_and_store_cpu(
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
 ) -> PlannedRows:
-    """Planned: `kernels/cpu/rotate_and_store.h`; positions and slots are a step's."""
+    """Planned: `kernels/cpu/rotate_and_store.h`; positions and slots are a step's, which has no padding."""
     num_kv_heads, head_dim = k_cache.shape[1], head_dim_of(k_cache)
     query_norm, key_norm = (None, None) if norms is None else (each.float().contiguous() for each in norms)
     return rows.plan.add(

@@ -3,8 +3,8 @@
 Shapes: key, value [num_tokens, num_kv_heads, head_dim]; k_cache, v_cache one layer's views
 [num_blocks, num_kv_heads, block_size, head_dim] of one block-major cache: equal strides, one head's tile
 [block_size, head_dim] contiguous, every other stride a multiple of head_dim; slots [num_tokens] int64,
-`block_id * block_size + offset`, no slot twice. The caches are mutated; a cache of another dtype rounds, and an int8
-one holds heads as `eight_bit_heads` says, head_dim + 4 wide.
+`block_id * block_size + offset`, no slot twice, or -1 for a row of padding, of which nothing is stored. The caches are
+mutated; a cache of another dtype rounds, and an int8 one holds heads as `eight_bit_heads` says, head_dim + 4 wide.
 Source: Kwon et al. 2023, Efficient Memory Management for Large Language Model Serving with PagedAttention, section 4.
 """
 
@@ -19,6 +19,9 @@ def store_kv_cache_reference(
     key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:
     """Plain torch: one row copy for each token and head."""
+    if (slots < 0).any():
+        is_stored = slots >= 0
+        key, value, slots = key[is_stored], value[is_stored], slots[is_stored]
     num_blocks, num_kv_heads, block_size, width = k_cache.shape
     block_step, head_step = k_cache.stride(0) // width, k_cache.stride(1) // width
     num_rows = (num_blocks - 1) * block_step + (num_kv_heads - 1) * head_step + block_size

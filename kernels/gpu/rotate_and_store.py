@@ -68,8 +68,8 @@ def _rotate_and_store_kernel(
         tl.debug_barrier()  # every thread has read its pairs before any is overwritten
         tl.store(head_ptr + columns, rounded(exact, dtype), mask=is_column)
 
-    if head >= NUM_HEADS:
-        slot = tl.load(slots_ptr + token)
+    slot = tl.load(slots_ptr + token)
+    if head >= NUM_HEADS and slot >= 0:
         is_key = head < NUM_HEADS + NUM_KV_HEADS
         kv_head = tl.where(is_key, head - NUM_HEADS, head - NUM_HEADS - NUM_KV_HEADS)
         place = slot // BLOCK_SIZE * block_stride + kv_head * kv_head_stride + slot % BLOCK_SIZE * HEAD_DIM

@@ -4,6 +4,7 @@ is NaN."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -206,21 +207,31 @@ def test_a_cache_may_have_fewer_bits_than_the_queries() -> None:
         assert rms_ratio(prefilled[row : row + 1], expected) < TOLERANCE[torch.float16]
 
 
-def test_an_empty_sequence_of_a_padded_batch_attends_to_nothing() -> None:
-    context = fill([5, 70], 1, 16, 32)
-    lengths = torch.tensor([0, 70], dtype=torch.int32)
-    for num_splits in (1, 2):
-        output = decode_attention_triton(
-            torch.randn(2, 2, 32),
-            context.pool.keys,
-            context.pool.values,
-            context.block_tables,
-            lengths,
-            scale=0.2,
-            num_splits=num_splits,
-        )
-        assert torch.equal(output[0], torch.zeros(2, 32))
-        assert output[1].isfinite().all()
+@pytest.mark.parametrize(
+    "decode_attention",
+    [
+        decode_attention_reference,
+        partial(decode_attention_triton, num_splits=1),
+        partial(decode_attention_triton, num_splits=2),
+    ],
+)
+def test_an_empty_sequence_of_a_padded_batch_attends_to_nothing(decode_attention: Attention) -> None:
+    context = fill([5, 70, 1], 1, 16, 32)
+    arguments = (context.pool.keys, context.pool.values, context.block_tables)
+    query, lengths = torch.randn(3, 2, 32), torch.tensor([0, 70, 0], dtype=torch.int32)
+    output = decode_attention(query, *arguments, lengths, scale=0.2)
+    assert torch.equal(output[[0, 2]], torch.zeros(2, 2, 32))
+    expected = plain_attention(query[1:2], context.keys[1], context.values[1], 0.2)
+    assert rms_ratio(output[1:2], expected) < 1e-5
+
+
+@PREFILL
+def test_an_empty_sequence_of_a_padded_prefill_changes_nothing(prefill_attention: Attention) -> None:
+    context = fill([5, 70, 1], 1, 16, 32)
+    arguments = (context.pool.keys, context.pool.values, context.block_tables)
+    query, lengths = torch.randn(3, 2, 32), torch.tensor([0, 70, 0], dtype=torch.int32)
+    output = prefill_attention(query, *arguments, torch.tensor([0, 0, 3, 3], dtype=torch.int32), lengths, scale=0.2)
+    assert rms_ratio(output, plain_attention(query, context.keys[1], context.values[1], 0.2)) < 1e-5
 
 
 def test_a_soft_cap_bends_scores_by_tanh() -> None:

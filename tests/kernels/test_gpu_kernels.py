@@ -69,6 +69,7 @@ def test_rotate_and_store(
     cos_sin, positions = torch.randn(50, rotary_dim), torch.randint(0, 50, (num_tokens,))
     num_blocks = -(-2 * num_tokens // block_size) + 1
     slots = torch.randperm(num_blocks * block_size)[:num_tokens]
+    slots[[0, 5]] = -1  # rows of padding
     norms = (torch.randn(head_dim).to(dtype), torch.randn(head_dim).to(dtype)) if has_norms else None
     found, expected = (make_pool(num_blocks, num_kv_heads, block_size, head_dim, dtype) for _ in range(2))
 

@@ -30,6 +30,16 @@ def test_every_token_lands_in_its_slot_and_nowhere_else(block_size: int, num_tok
     assert pool.poison_is_untouched()
 
 
+def test_of_a_row_of_padding_nothing_is_stored() -> None:
+    padded, plain = (make_pool(2, 2, 4, 8) for _ in range(2))
+    key, value = torch.randn(4, 2, 8), torch.randn(4, 2, 8)
+    store_kv_cache(key, value, padded.keys, padded.values, torch.tensor([-1, 5, -1, 0]))
+    store_kv_cache(key[[1, 3]], value[[1, 3]], plain.keys, plain.values, torch.tensor([5, 0]))
+    assert torch.equal(padded.keys, plain.keys)
+    assert torch.equal(padded.values, plain.values)
+    assert padded.poison_is_untouched()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_smaller_cache_dtype_rounds(dtype: torch.dtype) -> None:
     pool = make_pool(2, 1, 4, 8, dtype)
