@@ -135,9 +135,10 @@ class ModelRunner:
                 return self.plan.run(Batch.on_host(arrays))
             if self._graphs is not None and self._graphs.fits(arrays):
                 return self._graphs.run(arrays, chosen)
-            return self._compute(Batch.on_device(arrays, self._staging, chosen))
+            return self.compute(Batch.on_device(arrays, self._staging, chosen))
 
-    def _compute(self, batch: Batch) -> torch.Tensor:
+    def compute(self, batch: Batch) -> torch.Tensor:
+        """Logits of a batch that is on the device, by torch and Triton, op by op."""
         logits = self._model(batch, self.cache)
         assert isinstance(logits, torch.Tensor)
         return logits.float()
@@ -146,7 +147,7 @@ class ModelRunner:
         try:
             with torch.inference_mode():
                 return DecodeGraphs(
-                    self._compute,
+                    self.compute,
                     CudaRecorder(self._device),
                     sizes=graph_sizes(config.max_num_seqs),
                     max_blocks=self.layout.blocks_for(self.max_model_len),
