@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -20,12 +22,24 @@ from weir.core.errors import (
     UnsupportedFeatureError,
 )
 from weir.core.request import FinishReason, FirstToken, SequenceRequest
-from weir.engine.batch import Batch
+from weir.engine.batch import Batch, ScheduledSequence
 from weir.engine.claim import Denial, Grant
 from weir.engine.logprobs import compute_logprobs
 
 PROMPT = tuple((7 * index) % VOCAB_SIZE for index in range(37))
-SAMPLED = {"temperature": 0.8, "seed": 11, "top_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3}
+SAMPLED: dict[str, object] = {
+    "temperature": 0.8,
+    "seed": 11,
+    "top_p": 0.9,
+    "repetition_penalty": 1.2,
+    "frequency_penalty": 0.3,
+}
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["", "ahead"])
+def _runs_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every law here holds also where a step is launched before the results of the one before are taken."""
+    monkeypatch.setattr(EngineHarness, "runs_ahead", request.param)
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED, {"temperature": 1.0, "seed": 5, "presence_penalty": 0.5}])
@@ -295,9 +309,9 @@ class TestErrors:
         harness = EngineHarness()
         execute = harness.runner.execute
 
-        def spoil(batch: Batch) -> torch.Tensor:
-            logits = execute(batch)
-            logits[(batch.input_ids[batch.logits_indices] == 47).nonzero()[:, 0], 3] = torch.nan
+        def spoil(items: Sequence[ScheduledSequence], chosen: torch.Tensor | None = None) -> torch.Tensor:
+            logits = execute(items, chosen)
+            logits[[row for row, item in enumerate(items) if item.token_ids[-1] == 47], 3] = torch.nan
             return logits
 
         harness.runner.execute = spoil  # type: ignore[method-assign]
@@ -316,10 +330,10 @@ class TestErrors:
         harness.runner.before_execute = refuse
         for name in ("a", "b"):
             harness.submit(make_request(name, PROMPT))
-            harness.step()
+            harness.run()
         harness.submit(make_request("c", PROMPT))
         with pytest.raises(HopFailedError, match="nothing could be computed in 3 steps"):
-            harness.engine.step()
+            harness.run()
 
     def test_request_that_breaks_the_model_again_and_again_does_not_end_the_engine(self) -> None:
         harness = EngineHarness()
@@ -327,7 +341,7 @@ class TestErrors:
         harness.runner.before_execute = refuse_poison
         for number in range(7):
             harness.submit(make_request(f"poison{number}", [1, 2, 47]))
-            harness.step()
+            harness.run()
         assert len(harness.errors) == 7
         good = make_request("good", [1, 2, 3], max_tokens=3)
         harness.submit(good)
@@ -428,7 +442,7 @@ class TestPrefill:
         harness.check_outputs(decoding)
 
     def test_times_are_of_queue_and_computation(self) -> None:
-        harness = EngineHarness(max_num_batched_tokens=8, max_num_seqs=1)
+        harness = EngineHarness(max_num_batched_tokens=8, max_num_seqs=1, runs_ahead=False)
         harness.submit(make_request("before", PROMPT[:3], max_tokens=2))
         harness.prefill(make_request("p", PROMPT, max_tokens=5), 0)
         harness.run()
@@ -586,7 +600,7 @@ class TestHandoff:
         assert target.num_free_blocks == 21
 
     def test_steps_have_their_share_of_the_time_while_sequences_wait_for_kv(self) -> None:
-        target = EngineHarness(compute_share=0.25)
+        target = EngineHarness(compute_share=0.25, runs_ahead=False)
         target.submit(make_request("r", PROMPT[:5], max_tokens=60, ignore_eos=True))
         step_s = 0.016
 
@@ -707,7 +721,7 @@ class TestFacts:
         assert stats.kv_usage == 0
 
     def test_queued_tokens_fall_as_prompts_are_computed(self) -> None:
-        harness = EngineHarness(max_num_batched_tokens=16, max_num_seqs=1)
+        harness = EngineHarness(max_num_batched_tokens=16, max_num_seqs=1, runs_ahead=False)
         harness.submit(make_request("a", PROMPT, max_tokens=3), make_request("b", [5] * 10, max_tokens=3))
         seen = []
         for _ in range(4):

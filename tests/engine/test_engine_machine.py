@@ -38,10 +38,12 @@ class EngineMachine(RuleBasedStateMachine):
         num_tokens=st.integers(70, 140),
         budget=st.integers(6, 40),
         caching=st.booleans(),
+        runs_ahead=st.booleans(),
     )
-    def start(self, block_size: int, num_tokens: int, budget: int, caching: bool) -> None:
+    def start(self, block_size: int, num_tokens: int, budget: int, caching: bool, runs_ahead: bool) -> None:
         self.source, self.target = (
             EngineHarness(
+                runs_ahead=runs_ahead,
                 block_size=block_size,
                 num_blocks=num_tokens // block_size,
                 max_num_seqs=5,

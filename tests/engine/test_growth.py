@@ -71,6 +71,7 @@ def make_bench(num_waiting: int, num_blocks: int, *, shares_prefix: bool) -> Sch
 
 def finish_step(scheduler: Scheduler) -> None:
     for chunk in scheduler.schedule().chunks:
+        scheduler.launch(chunk)
         scheduler.advance(chunk)
         if chunk.sequence.num_uncomputed_tokens == 0:
             chunk.sequence.append(1)

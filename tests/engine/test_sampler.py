@@ -32,6 +32,7 @@ def plan(request: pytest.FixtureRequest) -> Iterator[Plan | None]:
 
 def make_row(params: SamplingParams, index: int = 0, **fields: object) -> SamplingRow:
     values: dict[str, object] = {"token_ids": [1, 2, 3], "num_prompt_tokens": 3, "choice_index": 0} | fields
+    values.setdefault("position", len(values["token_ids"]))  # type: ignore[arg-type]
     return SamplingRow(logits_row=index, params=params, **values)  # type: ignore[arg-type]
 
 

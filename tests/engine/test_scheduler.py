@@ -39,6 +39,7 @@ class Bench:
 
     def finish(self, schedule: Schedule) -> None:
         for chunk in schedule.chunks:
+            self.scheduler.launch(chunk)
             self.scheduler.advance(chunk)
             if chunk.sequence.num_uncomputed_tokens == 0:
                 chunk.sequence.append(chunk.sequence.num_output_tokens)

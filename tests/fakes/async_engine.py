@@ -8,7 +8,7 @@ another token or fails the step.
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from tests.fakes.worker_pair import WorkerPair
 from weir.core.kv_layout import KvLayout
 from weir.core.model_card import ModelCard
 from weir.engine.async_engine import AsyncEngine
-from weir.engine.batch import Batch
+from weir.engine.batch import Batch, BatchArrays, ScheduledSequence
 from weir.engine.config import EngineConfig
 from weir.engine.paged_kv_cache import PagedKvCache
 
@@ -58,6 +58,7 @@ class CountingRunner:
         self.max_model_len = config.max_model_len or min(CARD.max_model_len, self.num_blocks * config.block_size)
         self.cache = PagedKvCache(self.layout, self.num_blocks, torch.device("cpu"))
         self.plan = None
+        self.runs_ahead = False
         self._changed = threading.Condition()
         self._num_allowed = 0
         self._is_held = False
@@ -83,7 +84,8 @@ class CountingRunner:
     def warm_up(self) -> None:
         """Nothing to warm."""
 
-    def execute(self, batch: Batch) -> torch.Tensor:
+    def execute(self, items: Sequence[ScheduledSequence], chosen: torch.Tensor | None = None) -> torch.Tensor:
+        batch = Batch.on_host(BatchArrays.from_scheduled(items, self.layout.block_size))
         with self._changed:
             self.num_steps_begun += 1
             self._changed.wait_for(lambda: not self._is_held or self.num_steps_begun <= self._num_allowed)

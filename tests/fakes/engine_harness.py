@@ -8,7 +8,8 @@ from typing import Any
 from tests.fakes.model_runner import FakeModelRunner, expected_output, make_config
 from weir.core.errors import WeirError
 from weir.core.request import FinishReason, SequenceRequest, TokenLogprobs
-from weir.engine.engine import Engine, News
+from weir.engine.engine import Engine
+from weir.engine.outbox import News
 from weir.engine.prefill_run import PrefillProgress
 from weir.engine.sequence import PrefillChoice
 from weir.engine.token_stream import SequenceNews
@@ -18,14 +19,18 @@ class EngineHarness:
     """Settings are those of `EngineConfig`. Readers are the sequence ids themselves.
 
     Attributes:
+        runs_ahead: of the class: whether a new harness, unless told otherwise, launches a step before it takes the
+            results of the one before.
         now_s: the engine's clock.
         tokens, finish, errors, prompt_logprobs: what each sequence has heard.
         progress: of each prefill, everything it has heard.
     """
 
-    def __init__(self, **settings: object) -> None:
+    runs_ahead = False
+
+    def __init__(self, *, runs_ahead: bool | None = None, **settings: object) -> None:
         config = make_config(**settings)
-        self.runner = FakeModelRunner(config)
+        self.runner = FakeModelRunner(config, runs_ahead=self.runs_ahead if runs_ahead is None else runs_ahead)
         self.now_s = 0.0
         self.engine = Engine(self.runner, config, deliver=self._collect, clock=lambda: self.now_s)
         self.tokens: dict[str, list[int]] = {}

@@ -8,6 +8,7 @@ moved between two fakes as between two models.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -89,7 +90,7 @@ class FakeModelRunner:
         steps: for each executed batch, (sequences, tokens).
     """
 
-    def __init__(self, config: EngineConfig, *, max_model_len: int = 4096) -> None:
+    def __init__(self, config: EngineConfig, *, max_model_len: int = 4096, runs_ahead: bool = False) -> None:
         assert config.num_blocks is not None
         self.card = make_card(max_model_len=max_model_len)
         self.weights_hash = self.card.weights_hash
@@ -100,6 +101,7 @@ class FakeModelRunner:
         self.num_blocks = config.num_blocks
         self.cache = PagedKvCache(self.layout, self.num_blocks, torch.device("cpu"))
         self.plan = None
+        self.runs_ahead = runs_ahead
         words = self.cache.tensor.view(torch.int32).numpy().view(np.uint32)
         self._words = words.reshape(self.num_blocks, 2, config.block_size)
         self._words[:] = 0xDEADBEEF  # what nobody wrote is no token's digest
@@ -110,6 +112,10 @@ class FakeModelRunner:
         """There are no weights to touch."""
 
     def execute(self, items: Sequence[ScheduledSequence], chosen: torch.Tensor | None = None) -> torch.Tensor:
+        items = [
+            item if item.late_source is None else replace(item, token_ids=(int(chosen[item.late_source]),))  # type: ignore[index]
+            for item in items
+        ]
         batch = Batch.on_host(BatchArrays.from_scheduled(items, self.layout.block_size))
         self.before_execute(batch)
         self.steps.append((batch.num_seqs, batch.num_tokens))
@@ -193,6 +199,7 @@ def expected_output(request: SequenceRequest) -> tuple[list[int], FinishReason]:
                     choice_index=request.choice_index,
                     token_ids=tokens,
                     num_prompt_tokens=len(request.prompt_token_ids),
+                    position=len(tokens),
                     output_counts=counts,
                     stop_token_ids=frozenset(stops),
                 )

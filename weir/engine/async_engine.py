@@ -20,9 +20,10 @@ from weir.core.model_card import ModelCard
 from weir.core.request import FirstToken, RequestId, SequenceRequest
 from weir.engine.claim import Denial, Grant, ImportTarget
 from weir.engine.config import EngineConfig
-from weir.engine.engine import Engine, News
+from weir.engine.engine import Engine
 from weir.engine.engine_thread import EngineThread
 from weir.engine.kv_events import KvEvents
+from weir.engine.outbox import News
 from weir.engine.prefill_run import PrefillProgress, PrefillRun
 from weir.engine.sequence import PrefillChoice
 from weir.engine.stats import EngineStats

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from weir.core.block_hash import BlockHash
@@ -19,26 +19,21 @@ from weir.core.errors import (
     RequestNotFoundError,
     WeirError,
 )
-from weir.core.request import FirstToken, SequenceRequest, TokenDelta
+from weir.core.request import FirstToken, SequenceRequest
 from weir.engine.claim import Denial, Grant, ImportTarget
 from weir.engine.config import EngineConfig
 from weir.engine.kv_cache_manager import KvCacheManager
 from weir.engine.kv_events import KvEvents
 from weir.engine.limits import EngineLimits
-from weir.engine.prefill_run import PrefillProgress
+from weir.engine.outbox import Deliver, Outbox
 from weir.engine.sampler import SampledToken
 from weir.engine.scheduler import Scheduler
 from weir.engine.sequence import PrefillChoice, Sequence, SequenceState, TokenEnd
 from weir.engine.sequence_queue import SequenceQueue
 from weir.engine.stats import EngineMeter, EngineStats
-from weir.engine.step_computation import ChunkResult, Runner, StepComputation
-from weir.engine.token_stream import SequenceNews
+from weir.engine.step_computation import ChunkResult, LaunchedStep, Runner, StepComputation
 
 DENIAL_RETRY_AFTER_S = 0.2
-
-News = SequenceNews | PrefillProgress | WeirError
-Deliver = Callable[[list[tuple[Any, News]]], None]
-"""Takes pairs of a sequence's reader and its news, in order. A prefill's error is its news."""
 
 
 class Engine:
@@ -58,7 +53,7 @@ class Engine:
         self.runner = runner
         self.meter = EngineMeter(clock())
         self._clock = clock
-        self._deliver = deliver
+        self._outbox = Outbox(deliver, clock)
         self._limits = EngineLimits(
             vocab_size=runner.card.vocab_size,
             max_model_len=runner.max_model_len,
@@ -72,11 +67,11 @@ class Engine:
             self._cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.token_budget()
         )
         self._computation = StepComputation(runner)
+        self._step: LaunchedStep | None = None
         self._compute_share = config.compute_share
         self._sequences: dict[str, Sequence] = {}
         self._hold_owners: dict[str, Sequence] = {}
         self._deadlines = SequenceQueue(lambda sequence: (sequence.request.deadline.at_s, sequence.arrival))
-        self._outbox: list[tuple[Any, News]] = []
         self._num_arrivals = 0
         self.stats = EngineStats()
         self.update_stats()
@@ -197,8 +192,9 @@ class Engine:
         self.meter.failure = error.message
         for sequence in self._sequences.values():
             if sequence.state is not SequenceState.ABANDONED:
-                self._emit_error(sequence, error)
+                self._outbox.put_error(sequence, error)
         self._sequences.clear()
+        self._step = None
         self.meter.rest()
         self.update_stats()
         self.flush()
@@ -206,12 +202,15 @@ class Engine:
     # The loop
 
     def step(self) -> bool:
-        """One round for everybody. False when nothing could be computed: then only a command can change that."""
+        """One round for everybody: launch a step, then take the results of the one before, or of this one where the
+        runner does not run ahead. False when nothing could be computed: then only a command can change that.
+        """
         self._expire()
         schedule = self._scheduler.schedule()
         for sequence in schedule.admitted:
             self._note_admitted(sequence)
-        if not schedule.chunks:
+        previous, self._step = self._step, None
+        if not schedule.chunks and previous is None:
             self.meter.rest()
             self.update_stats()
             self.flush()
@@ -219,16 +218,15 @@ class Engine:
         self.meter.start_step(self._clock())
         self.update_stats()
         self.flush()
-        results = self._computation.run(schedule.chunks)
-        for chunk, result in zip(schedule.chunks, results, strict=True):
-            if result.error is not None:
-                self._interrupt(chunk.sequence, result.error, tells_reader=True)
-            else:
-                self._scheduler.advance(chunk)
-                self._apply(chunk.sequence, result)
-        self.meter.end_step(self._clock(), num_tokens=sum(chunk.num_tokens for chunk in schedule.chunks))
-        self.update_stats()
-        self.flush()
+        if schedule.chunks:
+            for chunk in schedule.chunks:
+                self._scheduler.launch(chunk)
+            self._step = self._computation.launch(schedule.chunks, after=previous)
+        if previous is not None:
+            self._collect(previous)
+        if self._step is not None and (not self.runner.runs_ahead or schedule.is_short):
+            step, self._step = self._step, None
+            self._collect(step)
         return True
 
     def rest_s(self) -> float:
@@ -237,9 +235,7 @@ class Engine:
 
     def flush(self) -> None:
         """Deliver the news that commands or a step left behind."""
-        if self._outbox:
-            news, self._outbox = self._outbox, []
-            self._deliver(news)
+        self._outbox.flush()
 
     def seconds_to_deadline(self) -> float | None:
         """Until the next deadline of any sequence; None when none has one."""
@@ -347,7 +343,7 @@ class Engine:
         if sequence.state is SequenceState.ABANDONED:
             return
         if tells_reader:
-            self._emit_error(sequence, error)
+            self._outbox.put_error(sequence, error)
         if sequence.state is SequenceState.IMPORTING:
             self._scheduler.abandon(sequence)
             self._deadlines.discard(sequence)
@@ -377,7 +373,32 @@ class Engine:
             self.meter.prefix_cache_queries += sequence.num_prompt_tokens
             self.meter.prefix_cache_hits += num_cached_tokens
         if sequence.is_prefill_only and sequence.num_computed_tokens:
-            self._outbox.append((sequence.reader, self._progress(sequence)))
+            self._outbox.put_progress(sequence)
+
+    def _collect(self, step: LaunchedStep) -> None:
+        """Take the results of the oldest step under way."""
+        results = self._computation.collect(step, self._cancel_step)
+        for chunk, result in zip(step.chunks, results, strict=True):
+            if chunk.sequence.state is not SequenceState.RUNNING:  # it ended meanwhile
+                self._scheduler.retract(chunk)
+            elif result.error is not None:
+                self._scheduler.retract(chunk)
+                self._interrupt(chunk.sequence, result.error, tells_reader=True)
+            else:
+                self._scheduler.advance(chunk)
+                self._apply(chunk.sequence, result)
+        self.meter.end_step(self._clock(), num_tokens=sum(chunk.num_tokens for chunk in step.chunks))
+        self.update_stats()
+        self.flush()
+
+    def _cancel_step(self) -> None:
+        """The step under way builds on one that failed: wait for its end and take it back."""
+        step, self._step = self._step, None
+        if step is not None:
+            with suppress(Exception):  # it is not wanted, whatever came of it
+                step.collect()
+            for chunk in step.chunks:
+                self._scheduler.retract(chunk)
 
     def _apply(self, sequence: Sequence, result: ChunkResult) -> None:
         sequence.prompt_logprobs.extend(result.prompt_logprobs)
@@ -385,63 +406,18 @@ class Engine:
         self.meter.num_generation_tokens += len(result.tokens)
         if sequence.is_prefill_only:
             if result.tokens:
-                self._finish_prefill(sequence, result.tokens)
+                self._outbox.put_first_tokens(sequence, result.tokens)
+                self._end(sequence)
             else:
-                self._outbox.append((sequence.reader, self._progress(sequence)))
+                self._outbox.put_progress(sequence)
         elif result.tokens:
             (token,) = result.tokens
             end = sequence.end_of(token.token_id)
             sequence.append(token.token_id)
             self._emit_token(sequence, token, end)
 
-    def _finish_prefill(self, sequence: Sequence, tokens: tuple[SampledToken, ...]) -> None:
-        first_tokens: list[FirstToken] = []
-        for choice, token in zip(sequence.choices, tokens, strict=True):
-            end = sequence.end_of(token.token_id)
-            first_tokens.append(
-                FirstToken(
-                    choice_index=choice.choice_index,
-                    token_id=token.token_id,
-                    logprobs=token.logprobs,
-                    finish_reason=end.finish_reason,
-                    stop_token_id=end.stop_token_id,
-                )
-            )
-        self._outbox.append((sequence.reader, self._progress(sequence, tuple(first_tokens))))
-        self._end(sequence)
-
-    def _progress(self, sequence: Sequence, first_tokens: tuple[FirstToken, ...] | None = None) -> PrefillProgress:
-        admitted_s = sequence.admitted_s or sequence.arrived_s
-        return PrefillProgress(
-            num_computed_tokens=sequence.num_computed_tokens,
-            num_cached_tokens=sequence.num_cached_tokens or 0,
-            block_ids=tuple(sequence.block_ids),
-            first_tokens=first_tokens,
-            prompt_logprobs=tuple(sequence.prompt_logprobs) if first_tokens is not None else (),
-            queue_s=admitted_s - sequence.arrived_s,
-            prefill_s=self._clock() - admitted_s,
-        )
-
     def _emit_token(self, sequence: Sequence, token: SampledToken, end: TokenEnd) -> None:
         """Tell the reader of the token just appended; the sequence ends if it was the last."""
-        delta = TokenDelta(
-            first_index=sequence.num_output_tokens - 1,
-            token_ids=(token.token_id,),
-            logprobs=() if token.logprobs is None else (token.logprobs,),
-            finish_reason=end.finish_reason,
-            stop_token_id=end.stop_token_id,
-            num_cached_tokens=sequence.num_cached_tokens or 0,
-        )
-        news = SequenceNews(
-            sequence_id=sequence.sequence_id, delta=delta, prompt_logprobs=tuple(sequence.prompt_logprobs)
-        )
-        sequence.prompt_logprobs = []
-        self._outbox.append((sequence.reader, news))
+        self._outbox.put_token(sequence, token, end)
         if end.finish_reason is not None:
             self._end(sequence)
-
-    def _emit_error(self, sequence: Sequence, error: WeirError) -> None:
-        if sequence.is_prefill_only:
-            self._outbox.append((sequence.reader, error))
-        else:
-            self._outbox.append((sequence.reader, SequenceNews(sequence_id=sequence.sequence_id, error=error)))

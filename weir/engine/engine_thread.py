@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 from weir.core.deadline import Clock
 from weir.core.errors import HopFailedError, UnavailableError, WeirError
 from weir.engine.config import EngineConfig
-from weir.engine.engine import Deliver, Engine
+from weir.engine.engine import Engine
 from weir.engine.kv_events import KvEvents
+from weir.engine.outbox import Deliver
 from weir.engine.step_computation import Runner
 
 logger = logging.getLogger(__name__)

@@ -37,7 +37,7 @@ class KvCacheManager:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._owners: dict[str, Sequence] = {}
+        self._owners: set[Sequence] = set()
         self._holds: dict[str, tuple[int, ...]] = {}
         self._held: Counter[int] = Counter()
         self._num_claimed = 0
@@ -94,8 +94,8 @@ class KvCacheManager:
         return True
 
     def grow(self, sequence: Sequence) -> bool:
-        """Make the table cover every known token. False, and nothing changed, when no block is there."""
-        num_new = self.blocks_for(sequence.num_tokens) - len(sequence.block_ids)
+        """Make the table cover every token known or late. False, and nothing changed, when no block is there."""
+        num_new = self.blocks_for(sequence.num_expected_tokens) - len(sequence.block_ids)
         if num_new > 0:
             if num_new > self.num_available_blocks:
                 return False
@@ -146,7 +146,7 @@ class KvCacheManager:
         sequence.block_ids = []
         sequence.num_computed_tokens = 0
         sequence.num_published_blocks = 0
-        del self._owners[sequence.sequence_id]
+        self._owners.remove(sequence)
 
     def release_hold(self, hold_id: str) -> bool:
         """End a hold; False when there is none of this name."""
@@ -164,7 +164,7 @@ class KvCacheManager:
         """Raises AssertionError: says which law is broken."""
         self.pool.check_integrity()
         expected: Counter[int] = Counter()
-        for sequence in self._owners.values():
+        for sequence in self._owners:
             expected.update(sequence.block_ids)
             num_full = sequence.num_computed_tokens // self.block_size
             for index, block_id in enumerate(sequence.block_ids):
@@ -184,13 +184,13 @@ class KvCacheManager:
         )
         held = Counter(block_id for block_ids in self._holds.values() for block_id in block_ids)
         assert held == self._held, "held blocks are miscounted"
-        num_claimed = sum(sequence.num_claimed_blocks for sequence in self._owners.values())
+        num_claimed = sum(sequence.num_claimed_blocks for sequence in self._owners)
         assert num_claimed == self._num_claimed, "claimed blocks are miscounted"
         assert self.num_available_blocks >= 0, "more blocks are promised than free"
 
     def owners(self) -> tuple[Sequence, ...]:
         """Every sequence with a table or a promise."""
-        return tuple(self._owners.values())
+        return tuple(self._owners)
 
     def _has_room(self, num_blocks: int, keep_watermark: bool) -> bool:
         return num_blocks + (self._watermark if keep_watermark else 0) <= self.num_available_blocks
@@ -201,7 +201,7 @@ class KvCacheManager:
         sequence.block_ids = list(match.block_ids)
         sequence.num_computed_tokens = match.num_tokens
         sequence.num_published_blocks = len(match.block_ids)
-        self._owners[sequence.sequence_id] = sequence
+        self._owners.add(sequence)
 
     def _drop_claim(self, sequence: Sequence) -> int:
         num_claimed, sequence.num_claimed_blocks = sequence.num_claimed_blocks, 0

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from weir.core.errors import InvalidRequestError, WeirError
 from weir.core.request import FinishReason, RequestId, SamplingParams, SequenceRequest, TokenLogprobs
 from weir.engine.config import EngineConfig
-from weir.engine.engine import Engine, News
+from weir.engine.engine import Engine
+from weir.engine.outbox import News
 from weir.engine.stats import EngineStats
 from weir.engine.step_computation import Runner, load_model_runner
 from weir.engine.token_stream import SequenceNews

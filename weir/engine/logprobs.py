@@ -6,6 +6,7 @@ So they are finite for every token, whatever sampling did, and do not depend on 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -68,3 +69,15 @@ def _compute_rows(logits: torch.Tensor, token_ids: Sequence[int], num_top: Seque
             token_ids, own[:, 0].tolist(), ranks.tolist(), counts, top_values, top_ids, strict=True
         )
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingLogprobs:
+    found: tuple[TokenLogprobs, ...]
+
+    def collect(self) -> tuple[TokenLogprobs, ...]:
+        return self.found
+
+
+def launch_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> PendingLogprobs:
+    return PendingLogprobs(found=compute_logprobs(logits, token_ids, num_top))

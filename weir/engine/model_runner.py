@@ -53,6 +53,7 @@ class ModelRunner:
         max_model_len: longest sequence, in tokens.
         cache: the KV of all sequences.
         plan: the model as the CPU kernels run it; None where torch does.
+        runs_ahead: a call of `execute` returns before the device has computed.
 
     Raises:
         ModelLoadError: the checkpoint is broken; names the file or the tensor.
@@ -94,6 +95,7 @@ class ModelRunner:
             kv_dtype=kv_dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         )
         weights = Weights(source, getattr(torch, dtype_name), self._device, packed)
+        self.runs_ahead = self._device.type == "cuda"
         self._staging = Staging(self._device)
         try:
             with torch.inference_mode():

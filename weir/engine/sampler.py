@@ -31,7 +31,8 @@ class SamplingRow:
 
     Attributes:
         logits_row: which row of the logits; several choices may share one.
-        token_ids: prompt and output so far; the new token's position is their number.
+        token_ids: prompt and output so far, as far as they are known.
+        position: the new token's.
         output_counts: how often each token occurs in the output.
         stop_token_ids: tokens that would end the sequence; masked before `min_tokens`.
     """
@@ -41,6 +42,7 @@ class SamplingRow:
     choice_index: int
     token_ids: Sequence[int]
     num_prompt_tokens: int
+    position: int
     output_counts: Mapping[int, int] = field(default_factory=dict)
     stop_token_ids: frozenset[int] = frozenset()
 
@@ -64,7 +66,7 @@ class SamplingRow:
 
     @property
     def masks_stop_tokens(self) -> bool:
-        return len(self.token_ids) - self.num_prompt_tokens < self.params.min_tokens and bool(self.stop_token_ids)
+        return self.position - self.num_prompt_tokens < self.params.min_tokens and bool(self.stop_token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,22 @@ def draw_uniform(seed: int, choice_index: int, position: int) -> float:
         (value & (2**64 - 1)).to_bytes(8, "little") for value in (seed, choice_index, position)
     )
     return (int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 11) / 2**53
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingTokens:
+    token_ids: torch.Tensor
+    sampled: tuple[SampledToken, ...]
+
+    def collect(self) -> tuple[SampledToken, ...]:
+        return self.sampled
+
+
+def launch_sampling(logits: torch.Tensor, rows: Sequence[SamplingRow], plan: Plan | None = None) -> PendingTokens:
+    sampled = sample(logits, rows, plan)
+    return PendingTokens(
+        token_ids=torch.tensor([token.token_id for token in sampled], dtype=torch.int64), sampled=sampled
+    )
 
 
 @torch.inference_mode()
@@ -126,7 +144,7 @@ def _draw_of(row: SamplingRow) -> Draw:
         top_k=params.top_k,
         top_p=params.top_p,
         min_p=params.min_p,
-        uniform=draw_uniform(params.seed, row.choice_index, len(row.token_ids)),
+        uniform=draw_uniform(params.seed, row.choice_index, row.position),
     )
 
 

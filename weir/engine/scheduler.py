@@ -17,10 +17,23 @@ from weir.engine.sequence_queue import SequenceQueue
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledChunk:
-    """The next `num_tokens` uncomputed tokens of a sequence, granted for one step."""
+    """The next `num_tokens` uncomputed tokens of a sequence, granted for one step.
+
+    Attributes:
+        start: position of the first of them.
+        is_last: the step chooses the sequence's next token.
+        is_built_on: another step may be launched on that token before it is known.
+    """
 
     sequence: Sequence
     num_tokens: int
+    start: int
+    is_last: bool
+    is_built_on: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +43,12 @@ class Schedule:
     Attributes:
         chunks: who computes; no sequence twice.
         admitted: those of them that got their blocks in this step.
+        is_short: somebody was left out since nobody may be preempted while steps are under way.
     """
 
     chunks: tuple[ScheduledChunk, ...] = ()
     admitted: tuple[Sequence, ...] = ()
+    is_short: bool = False
 
 
 class Scheduler:
@@ -45,6 +60,10 @@ class Scheduler:
     A sequence gets the blocks of all its known tokens when it is admitted, so only decoding can run out of blocks. Then
     the least urgent, newest sequence is preempted: it loses its blocks, keeps its tokens and is recomputed later. A
     prefill that serves a hand-off never grows, so it is never preempted; neither is a claim or an import.
+
+    A step may be scheduled while the one before it is still under way. Its sequences then count what was launched as
+    computed and the tokens it will choose as late; nobody is preempted meanwhile, and the blocks of a sequence that
+    ends are given back when the last step that writes them is over.
 
     Args:
         max_num_seqs: most sequences with a seat; running ones, claims and imports have one.
@@ -62,6 +81,7 @@ class Scheduler:
         self._waiting = SequenceQueue(lambda sequence: sequence.sort_key)
         self._running: list[Sequence] = []
         self._importing: dict[str, Sequence] = {}
+        self._launched: set[ScheduledChunk] = set()
         self._num_waiting_tokens = 0
         self.num_preemptions = 0
         self.num_deferred = 0
@@ -134,7 +154,9 @@ class Scheduler:
                 self._num_waiting_tokens -= sequence.num_tokens
                 self._waiting.discard(sequence)
             case SequenceState.RUNNING:
-                self._stop(sequence)
+                self._unseat(sequence)
+                if not sequence.num_launched_tokens:
+                    self._cache.release(sequence)
             case SequenceState.CLAIMED | SequenceState.IMPORTING:
                 del self._importing[sequence.sequence_id]
                 self._cache.release(sequence)
@@ -148,25 +170,47 @@ class Scheduler:
         """Choose the next step's work, admit and preempt. Its cost does not depend on how many sequences wait."""
         budget = self._max_num_batched_tokens
         chunks: list[ScheduledChunk] = []
+        is_short = False
         for sequence in [s for s in self._running if s.num_uncomputed_tokens == 1]:
             if budget == 0:
                 break
-            if sequence.state is SequenceState.RUNNING and self._grow(sequence):
-                chunks.append(ScheduledChunk(sequence=sequence, num_tokens=1))
+            if sequence.state is not SequenceState.RUNNING:
+                continue
+            if self._grow(sequence):
+                chunks.append(self._chunk(sequence, budget))
                 budget -= 1
+            else:
+                is_short = bool(self._launched)
         for sequence in self._running:
             if budget == 0:
                 break
             if sequence.num_uncomputed_tokens > 1:
                 chunks.append(self._chunk(sequence, budget))
                 budget -= chunks[-1].num_tokens
-        admitted = self._admit(budget, chunks)
-        return Schedule(chunks=tuple(chunks), admitted=tuple(admitted))
+        admitted = self._admit(budget, chunks) if not is_short else []
+        return Schedule(chunks=tuple(chunks), admitted=tuple(admitted), is_short=is_short)
+
+    def launch(self, chunk: ScheduledChunk) -> None:
+        """A step that computes the chunk is under way."""
+        self._launched.add(chunk)
+        chunk.sequence.num_launched_tokens += chunk.num_tokens
+        chunk.sequence.num_late_tokens += chunk.is_built_on
 
     def advance(self, chunk: ScheduledChunk) -> None:
-        """The chunk's KV has been computed: count it and publish the blocks that it filled."""
+        """A launched chunk's KV has been computed: count it and publish the blocks that it filled.
+
+        The token that it chose, if it did, is the caller's to append.
+        """
+        self._land(chunk)
         chunk.sequence.num_computed_tokens += chunk.num_tokens
         self._cache.publish(chunk.sequence)
+
+    def retract(self, chunk: ScheduledChunk) -> None:
+        """A launched chunk's step is over, and what came of it is not wanted, or nothing came of it."""
+        self._land(chunk)
+        sequence = chunk.sequence
+        if sequence.state is SequenceState.ENDED and not sequence.num_launched_tokens:
+            self._cache.release(sequence)
 
     def check_integrity(self) -> None:
         """Raises AssertionError: says which law is broken."""
@@ -175,13 +219,19 @@ class Scheduler:
             assert 0 <= sequence.num_computed_tokens < sequence.num_tokens, f"{sequence.sequence_id} has nothing to do"
         assert self._running == sorted(self._running, key=lambda s: s.sort_key), "running sequences are out of order"
         assert self._num_seated <= self._max_num_seqs, "more sequences have a seat than may"
-        seated = {s.sequence_id for s in (*self._running, *self._importing.values())}
+        seated = {*self._running, *self._importing.values()}
         for owner in self._cache.owners():
-            assert owner.sequence_id in seated or owner.state is SequenceState.ABANDONED, (
-                f"{owner.sequence_id} has blocks as {owner.state}"
+            is_ending = owner.state is SequenceState.ABANDONED or (
+                owner.state is SequenceState.ENDED and owner.num_launched_tokens > 0
             )
-            seated.discard(owner.sequence_id)
-        assert not seated, f"{sorted(seated)} run without blocks"
+            assert is_ending or owner in seated, f"{owner.sequence_id} has blocks as {owner.state}"
+            seated.discard(owner)
+        assert not seated, f"{sorted(s.sequence_id for s in seated)} run without blocks"
+        for sequence in {chunk.sequence for chunk in self._launched} | set(self._running):
+            chunks = [chunk for chunk in self._launched if chunk.sequence is sequence]
+            num_launched, num_late = sum(c.num_tokens for c in chunks), sum(c.is_built_on for c in chunks)
+            assert sequence.num_launched_tokens == num_launched, f"{sequence.sequence_id}: launched tokens miscounted"
+            assert sequence.num_late_tokens == num_late, f"{sequence.sequence_id}: late tokens are miscounted"
         self._cache.check_integrity()
 
     @property
@@ -190,7 +240,7 @@ class Scheduler:
 
     def _admit(self, budget: int, chunks: list[ScheduledChunk]) -> list[Sequence]:
         """Give waiting sequences seats and blocks while there are any, and add their chunks."""
-        filling = {block_hash for chunk in chunks for block_hash in self._filled_by(chunk)}
+        filling = {block_hash for chunk in (*self._launched, *chunks) for block_hash in self._filled_by(chunk)}
         admitted: list[Sequence] = []
         deferred: list[Sequence] = []
         for _ in range(self._max_num_seqs):  # Also bounds how many are looked at in vain.
@@ -224,15 +274,18 @@ class Scheduler:
 
     def _filled_by(self, chunk: ScheduledChunk) -> list[BlockHash]:
         """Hashes of the prompt blocks that the chunk will make full."""
-        first = chunk.sequence.num_computed_tokens
         size = self._cache.block_size
-        return chunk.sequence.block_hashes[first // size : (first + chunk.num_tokens) // size]
+        return chunk.sequence.block_hashes[chunk.start // size : chunk.end // size]
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Get the block for the next token, from less urgent sequences if need be; False if that was this one."""
+        """Get the block for the next token, from less urgent sequences if need be; False if that was this one, or if
+        nobody may be preempted now."""
         while not self._cache.grow(sequence):
+            if self._launched:
+                return False
             victim = next(s for s in reversed(self._running) if not s.is_prefill_only)
-            self._stop(victim)
+            self._unseat(victim)
+            self._cache.release(victim)
             self.num_preemptions += 1
             self.add(victim)
             if victim is sequence:
@@ -243,13 +296,25 @@ class Scheduler:
         sequence.state = SequenceState.RUNNING
         insort(self._running, sequence, key=lambda s: s.sort_key)
 
-    def _stop(self, sequence: Sequence) -> None:
-        """Take a running sequence off its seat and give its blocks back."""
+    def _land(self, chunk: ScheduledChunk) -> None:
+        self._launched.remove(chunk)
+        chunk.sequence.num_launched_tokens -= chunk.num_tokens
+        chunk.sequence.num_late_tokens -= chunk.is_built_on
+
+    def _unseat(self, sequence: Sequence) -> None:
+        """Take a running sequence off its seat."""
         index = bisect_left(self._running, sequence.sort_key, key=lambda s: s.sort_key)
         assert self._running[index] is sequence
         del self._running[index]
-        self._cache.release(sequence)
 
     @staticmethod
     def _chunk(sequence: Sequence, budget: int) -> ScheduledChunk:
-        return ScheduledChunk(sequence=sequence, num_tokens=min(sequence.num_uncomputed_tokens, budget))
+        num_tokens = min(sequence.num_uncomputed_tokens, budget)
+        is_last = num_tokens == sequence.num_uncomputed_tokens
+        return ScheduledChunk(
+            sequence=sequence,
+            num_tokens=num_tokens,
+            start=sequence.num_computed_tokens + sequence.num_launched_tokens,
+            is_last=is_last,
+            is_built_on=is_last and sequence.can_run_ahead,
+        )

@@ -59,6 +59,8 @@ class Sequence:
         arrived_s, admitted_s: on the engine's clock; the second is of the first admission.
         token_ids: prompt, resumed output, then the output made here.
         num_computed_tokens: tokens whose K and V are in the cache.
+        num_launched_tokens: tokens after those that are being computed by steps whose results nobody has taken yet.
+        num_late_tokens: output tokens that such steps choose and later steps may build on before they are known.
         num_cached_tokens: prompt tokens that a prefix hit gave when the sequence was first admitted; None before.
         block_ids: the block table. Only the KV cache manager changes it.
         block_hashes: of the full blocks of `token_ids`, as far as anyone asked for them.
@@ -82,6 +84,8 @@ class Sequence:
         "num_cached_tokens",
         "num_claimed_blocks",
         "num_computed_tokens",
+        "num_late_tokens",
+        "num_launched_tokens",
         "num_prompt_logprobs",
         "num_prompt_tokens",
         "num_published_blocks",
@@ -119,6 +123,8 @@ class Sequence:
         self.token_ids = [*request.prompt_token_ids, *request.resumed_output_token_ids]
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_computed_tokens = 0
+        self.num_launched_tokens = 0
+        self.num_late_tokens = 0
         self.num_cached_tokens: int | None = None
         self.num_prompt_logprobs = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -154,9 +160,31 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_expected_tokens(self) -> int:
+        """The known tokens and those that are late."""
+        return len(self.token_ids) + self.num_late_tokens
+
+    @property
     def num_uncomputed_tokens(self) -> int:
-        """1 for a sequence that decodes; more while it catches up with the tokens it has."""
-        return len(self.token_ids) - self.num_computed_tokens
+        """Expected tokens that no step computes yet: 1 for a sequence that decodes; more while it catches up; 0 while
+        its next token must be known first."""
+        return self.num_expected_tokens - self.num_computed_tokens - self.num_launched_tokens
+
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether a step may be launched on its next token before that is known.
+
+        Not if that token is the last for sure, nor where the choice of the one after it looks back at it.
+        """
+        sampling = self.sampling
+        return (
+            not self.is_prefill_only
+            and self.num_output_tokens + self.num_late_tokens + 1 < sampling.max_tokens
+            and sampling.repetition_penalty == 1
+            and not sampling.frequency_penalty
+            and not sampling.presence_penalty
+            and not sampling.bad_words_token_ids
+        )
 
     @property
     def wants_prompt_logprobs(self) -> bool:
