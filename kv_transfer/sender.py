@@ -48,6 +48,9 @@ from weir.runtime.ports import cannot_listen
 
 logger = logging.getLogger(__name__)
 
+LAST_READS_S = 5.0
+"""How long reads of blocks that were begun may take when the server closes; a device that takes longer is dead."""
+
 
 class Offer:
     """The prefill service's handle of one hand-off. Every method may be called at any time, also after the end."""
@@ -111,6 +114,7 @@ class TransferServer:
         self._sweeper = PeriodicTimer(sweep_s, self.sweep)
         self._announcer = PeriodicTimer(self._config.timing.heartbeat_s, self._announce_computing)
         self._all_lost = asyncio.Event()
+        self._all_ended = asyncio.Event()
         self._exit_stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -337,6 +341,13 @@ class TransferServer:
             connection.close(WorkerLostError("this worker closes", hop="transfer"))
         if self._connections:
             await self._all_lost.wait()
+        self._all_ended.clear()
+        if self._sources:
+            try:
+                async with asyncio.timeout(LAST_READS_S):
+                    await self._all_ended.wait()
+            except TimeoutError:
+                logger.error("blocks of %d hand-offs are still being read", len(self._sources))
 
     def _announce_computing(self) -> None:
         """Tell every decode worker for which of its fetches nothing is owed now."""
@@ -414,6 +425,8 @@ class TransferServer:
     ) -> None:
         del self._sources[key]
         on_end(key, reason)
+        if not self._sources:
+            self._all_ended.set()
 
     def _newest_epoch(self, handoff_id: HandoffId) -> int | None:
         """Of what is held or was, as far as it is remembered."""
