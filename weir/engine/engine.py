@@ -135,7 +135,9 @@ class Engine:
         self._scheduler.start_import(sequence)
         num_blocks = self._cache.blocks_for(sequence.num_tokens)
         return ImportTarget(
-            num_cached_tokens=sequence.num_computed_tokens, block_ids=tuple(sequence.block_ids[:num_blocks])
+            num_cached_tokens=sequence.num_computed_tokens,
+            block_ids=tuple(sequence.block_ids[:num_blocks]),
+            unused=self.runner.cache.record_event(),
         )
 
     def activate(self, sequence_id: str, first_token: FirstToken, num_cached_tokens: int) -> None:
@@ -416,6 +418,7 @@ class Engine:
             num_computed_tokens=sequence.num_computed_tokens,
             num_cached_tokens=sequence.num_cached_tokens or 0,
             block_ids=tuple(sequence.block_ids),
+            written=self.runner.cache.record_event(),
             first_tokens=first_tokens,
             prompt_logprobs=tuple(sequence.prompt_logprobs) if first_tokens is not None else (),
             queue_s=admitted_s - sequence.arrived_s,
