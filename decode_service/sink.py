@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from weir.core.errors import TransferProtocolError
 
 if TYPE_CHECKING:
     from weir.engine.async_engine import AsyncEngine
+    from weir.engine.block_access import BlockWrite
     from weir.engine.claim import ImportTarget
 
 
@@ -18,25 +20,43 @@ class EngineBlockSink:
     """
 
     def __init__(self, engine: AsyncEngine, target: ImportTarget) -> None:
-        self._engine = engine
+        self._blocks = engine.blocks
         self._block_ids = target.block_ids
         self._num_cached_tokens = target.num_cached_tokens
+        self._unused = target.unused
         self.block_size = engine.layout.block_size
 
-    def target(self, block_index: int) -> memoryview | None:
-        """The writable slab of that block, None for a shared one. Raises TransferProtocolError beyond the table."""
+    def target(self, block_index: int, slab_offset: int, size_bytes: int) -> BlockWrite | None:
+        """A piece of that block, None for a shared one. Raises TransferProtocolError beyond the table."""
         self._check(block_index)
         if block_index * self.block_size < self._num_cached_tokens:
             return None
-        return self._engine.block_view(self._block_ids[block_index])
+        return self._blocks.write(self._block_ids[block_index], slab_offset, size_bytes, after=self._unused)
 
-    def absorb(self, first_token: int, num_tokens: int, payload: memoryview, source_block_size: int) -> None:
+    def absorb(
+        self,
+        first_token: int,
+        num_tokens: int,
+        payload: memoryview,
+        source_block_size: int,
+        on_absorbed: Callable[[], None],
+    ) -> None:
         """Copy tokens out of one slab of the source into the blocks that hold them here. Raises as `target` does."""
         end = first_token + num_tokens
         self._check((end - 1) // self.block_size)
         first_token = max(first_token, self._num_cached_tokens)
-        if first_token < end:
-            self._engine.write_tokens(self._block_ids, first_token, end - first_token, payload, source_block_size)
+        if first_token >= end:
+            on_absorbed()
+            return
+        self._blocks.write_tokens(
+            self._block_ids,
+            first_token,
+            end - first_token,
+            payload,
+            source_block_size,
+            on_absorbed,
+            after=self._unused,
+        )
 
     def _check(self, block_index: int) -> None:
         if block_index >= len(self._block_ids):

@@ -95,7 +95,7 @@ class Connection(asyncio.BufferedProtocol):
         self._control: deque[bytes] = deque()
         self._producers: deque[Producer] = deque()  # whose turn it is, first
         self._waking: set[Producer] = set()  # the same, for look-ups
-        self._unflushed: list[Producer] = []  # one entry for each frame in the transport's buffer
+        self._unflushed: list[tuple[Producer, OutgoingFrame]] = []  # what is in the transport's buffer
         self._is_writable = True
         self._is_pump_scheduled = False
         self._opened_s = self._last_received_s = clock()
@@ -265,7 +265,7 @@ class Connection(asyncio.BufferedProtocol):
             if self._control:
                 queued = b"".join(self._control)
                 self._control.clear()
-                self._write(queued, None, None)
+                self._write(queued, None)
                 num_bytes += len(queued)
                 continue
             if not self._producers:
@@ -279,18 +279,18 @@ class Connection(asyncio.BufferedProtocol):
             num_bytes += self._write_bulk(producer, outgoing)
 
     def _write_bulk(self, producer: Producer, outgoing: OutgoingFrame) -> int:
-        payload_bytes = 0 if outgoing.payload is None else outgoing.payload.nbytes
+        payload = outgoing.payload
+        payload_bytes = 0 if payload is None else payload.nbytes
         header = encode_frame(outgoing.frame, payload_bytes)
         self._stats.bytes_by_transport[self._transport_name] += payload_bytes
-        self._write(header, outgoing.payload, producer)
+        self._unflushed.append((producer, outgoing))
+        self._write(header, payload)
         return len(header) + payload_bytes
 
-    def _write(self, header: bytes, payload: memoryview | None, producer: Producer | None) -> None:
+    def _write(self, header: bytes, payload: memoryview | None) -> None:
         """Hand bytes to the transport, which keeps a reference to them until it is writable again."""
         assert self._transport is not None
         self._has_written = True
-        if producer is not None:
-            self._unflushed.append(producer)
         if payload is None:
             self._transport.write(header)
         else:
@@ -300,8 +300,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def _report_flushed(self) -> None:
         flushed, self._unflushed = self._unflushed, []
-        for producer in flushed:
-            producer.frame_flushed()
+        for producer, outgoing in flushed:
+            producer.frame_flushed(outgoing)
 
     # Signs of life
 

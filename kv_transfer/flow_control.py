@@ -61,7 +61,7 @@ class ReceiveWindow:
 
     @property
     def owed_bytes(self) -> int:
-        """Bytes that arrived and are not given back."""
+        """Bytes that are free again and not given back."""
         return self._owed_bytes
 
     def receive(self, size_bytes: int) -> None:
@@ -75,6 +75,9 @@ class ReceiveWindow:
                 f"{size_bytes} bytes came with a credit of {self._granted_bytes} left", hop="transfer"
             )
         self._granted_bytes -= size_bytes
+
+    def free(self, size_bytes: int) -> None:
+        """The memory that so many arrived bytes took may be taken again: they are owed to the source from now on."""
         self._owed_bytes += size_bytes
 
     def open(self, window_bytes: int) -> None:

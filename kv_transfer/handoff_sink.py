@@ -2,6 +2,7 @@
 
 Pieces come in order (block by block, offset by offset); only those that were NACKed come once more. What comes before
 the sink is there, or for a sink with another block size, is assembled slab by slab beside it, within the credit.
+Verified bytes are the sink's to place, which may take a while: their credit goes back, and COMMIT goes out, after that.
 A hand-off outlives its connection: the next one asks for what is not verified yet.
 """
 
@@ -9,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from kv_transfer.blocks import BlockSink
+from kv_transfer.blocks import BlockSink, SinkPiece
 from kv_transfer.flow_control import ReceiveWindow
 from kv_transfer.handshake import Peer
 from kv_transfer.transfer_state import Received, Seal, SinkState
@@ -54,7 +56,7 @@ class HandoffSink:
         token_bytes: bytes of K and V of one token, equal on both sides by the fingerprint.
         skip_tokens: tokens that the sink has; nothing before them is written, but for a block that holds the next one.
         initial_credit_bytes: what may come before the sink is there.
-        on_news: called when `wants_sink`, `state` or `failure` has changed.
+        on_news: called when `wants_sink`, `state` or `failure` has changed, or `is_placing` while it is not live.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class HandoffSink:
         self._started_s = self._last_progress_s = clock()
         self._size_bytes = 0
         self._num_nacks = 0
+        self._num_placing = 0
         self._received: Received | None = None
         # Of the connection that runs:
         self._link: SinkLink | None = None
@@ -93,6 +96,7 @@ class HandoffSink:
         self._first_block = 0
         self._next_block = 0
         self._next_offset = 0
+        self._landing: SinkPiece | None = None  # what the payload that is arriving goes to, if it is the sink's
         self._bad: dict[tuple[int, int], _BadPiece] = {}  # by block index and slab offset
         self._assembly: dict[int, bytearray] = {}  # slabs that are not (only) received into the sink, by block index
         self._num_tokens: dict[int, int] = {}  # valid tokens of blocks that are not delivered yet
@@ -124,6 +128,11 @@ class HandoffSink:
     def has_begun(self) -> bool:
         """Something came, now or on an earlier connection."""
         return self._sink is not None or self._state is SinkState.STAGING
+
+    @property
+    def is_placing(self) -> bool:
+        """The sink still writes what it was given."""
+        return self._num_placing > 0
 
     @property
     def last_progress_s(self) -> float:
@@ -177,6 +186,9 @@ class HandoffSink:
     def stop(self) -> None:
         """Its connection carries it no longer; the caller has redirected a payload that is arriving. Idempotent."""
         self._link = None
+        if self._landing is not None:
+            self._landing.discard()
+            self._landing = None
         if not self.is_live:
             return
         self._state = SinkState.IDLE
@@ -192,9 +204,9 @@ class HandoffSink:
         if self._state not in (SinkState.REQUESTED, SinkState.STAGING):
             return
         self._state = SinkState.RECEIVING
-        for block_index in sorted(self._num_tokens):
-            self._deliver_if_complete(block_index)
         self._window.open(self._window_bytes)
+        for block_index in sorted(self._num_tokens):
+            self._deliver_if_complete(block_index, 0)
         self._send_credit()
         self._commit_if_complete()
 
@@ -230,7 +242,7 @@ class HandoffSink:
         if self._state is SinkState.REQUESTED:
             self._state = SinkState.STAGING
             self._on_news()
-        return self._slab(block_index)[offset : offset + size_bytes]
+        return self._land(block_index, offset, size_bytes)
 
     def payload_received(self, blocks: Blocks, payload: memoryview) -> None:
         """The payload lies where `payload_target` said.
@@ -248,13 +260,26 @@ class HandoffSink:
             self._next_offset += payload.nbytes
             if self._next_offset == self._token_bytes * self._block_size:
                 self._next_block, self._next_offset = self._next_block + 1, 0
+        is_right = True
         if blocks.HasField("checksum"):
             if not is_again:
                 self._digest.update(blocks.checksum.to_bytes(8, "little"))
-            if xxh3_64_intdigest(payload) != blocks.checksum:
-                self._refuse_piece(blocks, payload.nbytes)
+            is_right = xxh3_64_intdigest(payload) == blocks.checksum
+        landing, self._landing = self._landing, None
+        is_given = False  # to the sink, which says when the credit is free
+        if not is_right:
+            if landing is not None:
+                landing.discard()
+            self._refuse_piece(blocks, payload.nbytes)
+        elif landing is not None:
+            is_given = True
+            self._num_placing += 1
+            landing.place(partial(self._placed, self._window, payload.nbytes))
+        if self._sink is not None and self._deliver_if_complete(blocks.block_index, payload.nbytes):
+            is_given = True
+        if not is_given:
+            self._window.free(payload.nbytes)
         if self._sink is not None:
-            self._deliver_if_complete(blocks.block_index)
             self._send_credit()
             self._commit_if_complete()
 
@@ -299,20 +324,16 @@ class HandoffSink:
             self._failure = failure
             self._on_news()
 
-    def _slab(self, block_index: int) -> memoryview:
-        """The memory of a block: the sink's own, unless it began elsewhere or the sink wants it otherwise."""
-        if block_index in self._assembly:
-            return memoryview(self._assembly[block_index])
-        if self._sink is not None and (target := self._target(block_index)) is not None:
-            return target
-        self._assembly[block_index] = bytearray(self._token_bytes * self._block_size)
-        return memoryview(self._assembly[block_index])
-
-    def _target(self, block_index: int) -> memoryview | None:
-        assert self._sink is not None
-        if self._sink.block_size != self._block_size:
-            return None
-        return self._sink.target(block_index)
+    def _land(self, block_index: int, offset: int, size_bytes: int) -> memoryview:
+        """Memory for a piece: the sink's own, unless its block began elsewhere or the sink wants it otherwise."""
+        if block_index not in self._assembly and self._sink is not None and self._sink.block_size == self._block_size:
+            self._landing = self._sink.target(block_index, offset, size_bytes)
+            if self._landing is not None:
+                return self._landing.memory
+        slab = self._assembly.get(block_index)
+        if slab is None:
+            slab = self._assembly[block_index] = bytearray(self._token_bytes * self._block_size)
+        return memoryview(slab)[offset : offset + size_bytes]
 
     def _refuse_piece(self, blocks: Blocks, size_bytes: int) -> None:
         self._num_nacks += 1
@@ -322,30 +343,46 @@ class HandoffSink:
         piece = Piece(block_index=blocks.block_index, slab_offset=blocks.slab_offset, size_bytes=size_bytes)
         self._send(Frame(nack=Nack(key=self._key_message, pieces=[piece])))
 
-    def _deliver_if_complete(self, block_index: int) -> None:
+    def _deliver_if_complete(self, block_index: int, credit_bytes: int) -> bool:
+        """Give an assembled block to the sink; False if it does not take it (now).
+
+        Args:
+            credit_bytes: what of it is not given back before the sink has absorbed it.
+        """
         if block_index >= self._next_block or any(block == block_index for block, _ in self._bad):
-            return
+            return False
         num_tokens = self._num_tokens.pop(block_index)
         slab = self._assembly.pop(block_index, None)
-        if slab is None:
-            return
-        assert self._sink is not None
-        if (target := self._target(block_index)) is not None:
-            target[:] = slab
-            return
         first_token = max(block_index * self._block_size, self._skip_tokens)
         end_token = block_index * self._block_size + num_tokens
-        if first_token < end_token:
-            payload = memoryview(slab).toreadonly()
-            self._sink.absorb(first_token, end_token - first_token, payload, self._block_size)
+        if slab is None or first_token >= end_token:
+            return False
+        assert self._sink is not None
+        self._num_placing += 1
+        on_absorbed = partial(self._placed, self._window, credit_bytes)
+        self._sink.absorb(first_token, end_token - first_token, memoryview(slab), self._block_size, on_absorbed)
+        return True
+
+    def _placed(self, window: ReceiveWindow, credit_bytes: int) -> None:
+        """The sink has done with a piece or a block, which maybe came on an earlier connection."""
+        self._num_placing -= 1
+        window.free(credit_bytes)
+        if self.is_live:
+            self._last_progress_s = self._clock()
+            self._send_credit()
+            self._commit_if_complete()
+        elif not self._num_placing:
+            self._on_news()
 
     def _send_credit(self) -> None:
         if size_bytes := self._window.give_back():
             self._send(Frame(credit=Credit(key=self._key_message, size_bytes=size_bytes)))
 
     def _commit_if_complete(self) -> None:
-        if self._seal is None or self._bad or self._sink is None or self._state is not SinkState.RECEIVING:
+        is_complete = self._seal is not None and not self._num_tokens and not self._num_placing
+        if not is_complete or self._state is not SinkState.RECEIVING:
             return
+        assert self._seal is not None
         now_s = self._clock()
         self._received = Received(
             seal=self._seal,

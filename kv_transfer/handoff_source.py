@@ -1,19 +1,20 @@
 """One hand-off on the prefill worker, sans-I/O: what may be sent next, and when its blocks are reusable.
 
 Every input is defined in every state. A *hold* begins with the offer and ends for one reason; the blocks are reusable
-(`on_end`) once it has ended and every frame that names their memory has left for the kernel or died with its
-connection.
+(`on_end`) once it has ended, every frame that names their memory has left for the kernel or died with its connection,
+and every read of them that was begun is over. Reads go a little ahead of the frames, since they may take a while.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from kv_transfer.blocks import BlockSource
+from kv_transfer.blocks import BlockSource, SourcePiece
 from kv_transfer.flow_control import SendCredit
 from kv_transfer.handshake import Peer
 from kv_transfer.producer import OutgoingFrame, Producer
@@ -27,6 +28,9 @@ from weir.core.request import HandoffKey
 
 _MAX_RESENDS = 4096
 """Pieces that may wait to be sent again; a sink gives up long before."""
+
+_READ_AHEAD_BYTES = 2 << 20
+"""Read, or being read, of one hand-off and not sent yet: what a link carries while a device answers."""
 
 
 class SourceLink(Protocol):
@@ -42,6 +46,17 @@ class SourceLink(Protocol):
     def wake(self, producer: Producer) -> None:
         """The producer may have a frame now."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reading:
+    """A piece that is sent next, or soon; its credit is taken."""
+
+    block_index: int
+    slab_offset: int
+    size_bytes: int
+    is_first: bool  # it was never sent before
+    piece: SourcePiece
 
 
 class HandoffSource:
@@ -70,7 +85,7 @@ class HandoffSource:
         self.adapter = adapter
         self.decode_incarnation = decode_incarnation
         self._source = source
-        self._frame_bytes = frame_bytes
+        self._frame_bytes = min(frame_bytes, source.piece_bytes)
         self._clock = clock
         self._on_hold_ended = on_hold_ended
         self._on_end = on_end
@@ -81,15 +96,19 @@ class HandoffSource:
         self._sealed_s = 0.0
         self._end_reason: EndReason | None = None
         self._num_in_flight = 0
+        self._num_reads = 0  # that are not over
         self._owes_since_s: float | None = None
         self._undrained_link: SourceLink | None = None  # is owed an ABORT_ACK that says drained
         # Of the fetch that runs:
         self._link: SourceLink | None = None
         self._credit = SendCredit(0)
         self._first_block = 0
-        self._next_block = 0
+        self._next_block = 0  # to be read
         self._next_offset = 0
+        self._sent_up_to = (0, 0)  # block index and offset behind the last piece that was sent for the first time
         self._resends: deque[tuple[int, int, int]] = deque()  # block index, slab offset, size in bytes
+        self._readings: deque[_Reading] = deque()
+        self._read_ahead_bytes = 0
         self._sequence_number = 0
         self._digest = xxh3_64()
         self._is_seal_sent = False
@@ -114,7 +133,7 @@ class HandoffSource:
     @property
     def awaits_computation(self) -> bool:
         """It is fetched, and all that is computed was sent."""
-        is_behind = self._resends or self._next_block < self._num_ready_blocks or self._num_in_flight
+        is_behind = self._resends or self._readings or self._num_in_flight or self._next_block < self._num_ready_blocks
         return self._state is SourceState.STREAMING and not self.is_sealed and not is_behind
 
     def progress_age_s(self) -> float:
@@ -157,7 +176,8 @@ class HandoffSource:
         self._link = link
         self._first_block = self._next_block = fetch.skip_tokens // self._source.block_size
         self._next_offset = 0
-        self._resends.clear()
+        self._sent_up_to = (self._first_block, 0)
+        self._drop_readings()
         self._sequence_number = 0
         self._digest = xxh3_64()
         self._is_seal_sent = False
@@ -186,10 +206,7 @@ class HandoffSource:
             if len(self._resends) == _MAX_RESENDS:
                 raise TransferProtocolError(f"{self.key}: more than {_MAX_RESENDS} pieces to resend", hop="transfer")
             end = piece.slab_offset + piece.size_bytes
-            is_sent = (self._first_block, 0) <= (piece.block_index, piece.slab_offset) and (
-                piece.block_index < self._next_block
-                or (piece.block_index == self._next_block and end <= self._next_offset)
-            )
+            is_sent = self._first_block <= piece.block_index and (piece.block_index, end) <= self._sent_up_to
             if not is_sent or not 0 < piece.size_bytes <= self._frame_bytes or end > self._source.block_bytes:
                 raise TransferProtocolError(
                     f"{self.key}: {piece.size_bytes} bytes at {piece.slab_offset} of block {piece.block_index} "
@@ -206,7 +223,7 @@ class HandoffSource:
         """COMMIT. False if it is stale; raises TransferProtocolError before everything was sent."""
         if self._link is not link:
             return False
-        if not self._is_seal_sent or self._resends:
+        if not self._is_seal_sent or self._resends or self._readings:
             raise TransferProtocolError(f"{self.key} is committed before its seal", hop="transfer")
         self.end(EndReason.COMMITTED)
         return True
@@ -259,9 +276,11 @@ class HandoffSource:
         self._note_progress()
         return outgoing
 
-    def frame_flushed(self) -> None:
+    def frame_flushed(self, outgoing: OutgoingFrame) -> None:
         """See Producer."""
         self._num_in_flight -= 1
+        if outgoing.piece is not None:
+            outgoing.piece.release()
         self._note_progress()
         if not self._num_in_flight and self._undrained_link is not None:
             self._undrained_link.send(self._abort_ack(is_drained=True))
@@ -269,22 +288,12 @@ class HandoffSource:
         self._finish_if_drained()
 
     def _next_frame(self) -> OutgoingFrame | None:
-        if self._resends:
-            block_index, offset, size_bytes = self._resends[0]
-            if not self._credit.covers(size_bytes):
-                return None
-            self._resends.popleft()
-            return self._piece(block_index, offset, size_bytes, is_first=False)
-        if self._next_block < self._num_ready_blocks:
-            block_index, offset = self._next_block, self._next_offset
-            size_bytes = min(self._frame_bytes, self._source.block_bytes - offset)
-            if not self._credit.covers(size_bytes):
-                return None
-            self._next_offset += size_bytes
-            if self._next_offset == self._source.block_bytes:
-                self._next_block, self._next_offset = block_index + 1, 0
-            return self._piece(block_index, offset, size_bytes, is_first=True)
-        if self._seal is None:
+        while self._read_next():
+            pass
+        if self._readings:
+            is_read = self._readings[0].piece.payload is not None
+            return self._take_reading() if is_read else None
+        if self._seal is None or self._resends or self._next_block < self._num_ready_blocks:
             return None
         self._state = SourceState.SENT
         if self._is_seal_sent:
@@ -301,27 +310,72 @@ class HandoffSource:
             )
         )
 
-    def _piece(self, block_index: int, offset: int, size_bytes: int, *, is_first: bool) -> OutgoingFrame:
-        assert self._link is not None
+    def _read_next(self) -> bool:
+        """Begin to read the next piece, if there is one, its credit is there, and it is not too far ahead."""
+        is_first = not self._resends
+        if not is_first:
+            block_index, offset, size_bytes = self._resends[0]
+        elif self._next_block < self._num_ready_blocks:
+            block_index, offset = self._next_block, self._next_offset
+            size_bytes = min(self._frame_bytes, self._source.block_bytes - offset)
+        else:
+            return False
+        is_far = self._readings and self._read_ahead_bytes + size_bytes > _READ_AHEAD_BYTES
+        if is_far or not self._credit.covers(size_bytes):
+            return False
         self._credit.take(size_bytes)
-        payload = self._source.view(block_index)[offset : offset + size_bytes]
-        block_size = self._source.block_size
-        num_tokens = block_size
+        self._read_ahead_bytes += size_bytes
+        if not is_first:
+            self._resends.popleft()
+        elif offset + size_bytes == self._source.block_bytes:
+            self._next_block, self._next_offset = block_index + 1, 0
+        else:
+            self._next_offset += size_bytes
+        piece = self._source.read(block_index, offset, size_bytes, self._read_ended)
+        if piece.payload is None:
+            self._num_reads += 1
+        self._readings.append(
+            _Reading(block_index=block_index, slab_offset=offset, size_bytes=size_bytes, is_first=is_first, piece=piece)
+        )
+        return True
+
+    def _read_ended(self) -> None:
+        self._num_reads -= 1
+        self._wake()
+        self._finish_if_drained()
+
+    def _take_reading(self) -> OutgoingFrame:
+        """The frame of the piece that was read first."""
+        reading = self._readings.popleft()
+        payload = reading.piece.payload
+        assert self._link is not None
+        assert payload is not None
+        self._read_ahead_bytes -= reading.size_bytes
+        num_tokens = self._source.block_size
         if self._seal is not None:
-            num_tokens = min(block_size, self._seal.num_tokens - block_index * block_size)
+            num_tokens = min(num_tokens, self._seal.num_tokens - reading.block_index * num_tokens)
         blocks = Blocks(
             key=self._key_message,
             sequence_number=self._sequence_number,
-            block_index=block_index,
-            slab_offset=offset,
+            block_index=reading.block_index,
+            slab_offset=reading.slab_offset,
             num_tokens=num_tokens,
         )
         self._sequence_number += 1
         if self._link.peer.uses_checksums:
             blocks.checksum = xxh3_64_intdigest(payload)
-            if is_first:
+            if reading.is_first:
                 self._digest.update(blocks.checksum.to_bytes(8, "little"))
-        return OutgoingFrame(Frame(blocks=blocks), payload)
+        if reading.is_first:
+            self._sent_up_to = (reading.block_index, reading.slab_offset + reading.size_bytes)
+        return OutgoingFrame(Frame(blocks=blocks), reading.piece)
+
+    def _drop_readings(self) -> None:
+        """Send nothing of what is read, or asked for again, any more."""
+        self._resends.clear()
+        self._read_ahead_bytes = 0
+        while self._readings:
+            self._readings.popleft().piece.release()
 
     def _refuse_fetch(self, why: str) -> None:
         self._detach(handoff_lost_frame(self.key, HandoffLostError(f"{self.key}: {why}", hop="transfer")))
@@ -331,13 +385,13 @@ class HandoffSource:
         link, self._link = self._link, None
         if link is not None and notice is not None:
             link.send(notice)
-        self._resends.clear()
+        self._drop_readings()
         if self._end_reason is None:
             self._state = SourceState.OFFERED
         self._note_progress()
 
     def _finish_if_drained(self) -> None:
-        if self._state is SourceState.ENDING and not self._num_in_flight:
+        if self._state is SourceState.ENDING and not self._num_in_flight and not self._num_reads:
             assert self._end_reason is not None
             self._state = SourceState.ENDED
             self._on_end(self.key, self._end_reason)
@@ -353,6 +407,8 @@ class HandoffSource:
 
     @property
     def _can_send(self) -> bool:
+        if self._readings:
+            return True
         if self._resends:
             return self._credit.covers(self._resends[0][2])
         if self._next_block < self._num_ready_blocks:

@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from kv_transfer.blocks import SourcePiece
 from protos.kv_transfer_pb2 import Frame
 
 
 @dataclass(frozen=True, slots=True)
 class OutgoingFrame:
-    """One frame of a producer; `payload` is source memory and must be gone before the producer hears of it."""
+    """One frame of a producer; the payload of `piece`, if there is one, lies where it is until the frame is flushed."""
 
     frame: Frame
-    payload: memoryview | None = None
+    piece: SourcePiece | None = None
+
+    @property
+    def payload(self) -> memoryview | None:
+        return None if self.piece is None else self.piece.payload
 
 
 class Producer(Protocol):
@@ -23,6 +28,6 @@ class Producer(Protocol):
         """The next frame, or None until the next `wake`."""
         ...
 
-    def frame_flushed(self) -> None:
-        """One frame that `next_frame` gave is not in this process's memory any more (or never will be sent)."""
+    def frame_flushed(self, outgoing: OutgoingFrame) -> None:
+        """A frame that `next_frame` gave is not in this process's memory any more (or never will be sent)."""
         ...

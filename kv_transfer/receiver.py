@@ -134,9 +134,13 @@ class TransferClient:
 
     @property
     def oldest_progress_age_s(self) -> float:
-        """Longest time for which blocks have waited for their sink; 0 when none do. Waiting for a peer is not ours."""
+        """Longest time for which blocks have waited for their sink, or to be placed in it; 0 when none do.
+
+        Waiting for a peer is not ours.
+        """
         now_s = self._clock()
-        return max((now_s - each.last_progress_s for each in self._fetching if each.wants_sink), default=0.0)
+        waiting = (each for each in self._fetching if each.wants_sink or each.is_placing)
+        return max((now_s - each.last_progress_s for each in waiting), default=0.0)
 
     async def fetch(
         self,
@@ -200,6 +204,7 @@ class TransferClient:
             outcome = error.code
             raise
         finally:
+            await _until_placed(handoff, news)
             self._fetching.remove(handoff)
             self._unuse(address, pooled)
             self.stats.nacked_pieces_total += handoff.num_nacks
@@ -222,6 +227,19 @@ class TransferClient:
 
     def _make_link(self, address: str) -> FetchLink:
         return FetchLink(address, self._identity, self._config, self.stats, self._clock)
+
+
+async def _until_placed(handoff: HandoffSink, news: asyncio.Event) -> None:
+    """Wait for what the sink still writes, which no time-out and no cancellation makes safe to leave behind."""
+    is_cancelled = False
+    while handoff.is_placing:
+        news.clear()
+        try:
+            await news.wait()
+        except asyncio.CancelledError:
+            is_cancelled = True
+    if is_cancelled:
+        raise asyncio.CancelledError
 
 
 class _Fetch:

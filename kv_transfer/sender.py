@@ -48,6 +48,8 @@ from weir.runtime.ports import cannot_listen
 
 logger = logging.getLogger(__name__)
 
+CLOSE_TIMEOUT_S = 5.0  # for reads of blocks that were begun; a device that takes longer is dead
+
 
 class Offer:
     """The prefill service's handle of one hand-off. Every method may be called at any time, also after the end."""
@@ -110,7 +112,7 @@ class TransferServer:
         sweep_s = min(1.0, self._config.lease_s / 10, self._config.park_timeout_s / 4)
         self._sweeper = PeriodicTimer(sweep_s, self.sweep)
         self._announcer = PeriodicTimer(self._config.timing.heartbeat_s, self._announce_computing)
-        self._all_lost = asyncio.Event()
+        self._has_ended = asyncio.Event()
         self._exit_stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -305,8 +307,7 @@ class TransferServer:
         self._parked.drop_connection(connection)
         for source in tuple(self._sources.values()):
             source.link_lost(connection)
-        if not self._connections:
-            self._all_lost.set()
+        self._note_if_ended()
 
     def _accept(self, address: str) -> Connection:
         handshake = SourceHandshake(
@@ -332,11 +333,15 @@ class TransferServer:
         self._announcer.stop()
         for source in tuple(self._sources.values()):
             source.end(EndReason.CLOSED)
-        self._all_lost.clear()
+        self._has_ended.clear()
         for connection in tuple(self._connections):
             connection.close(WorkerLostError("this worker closes", hop="transfer"))
-        if self._connections:
-            await self._all_lost.wait()
+        if self._connections or self._sources:
+            try:
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self._has_ended.wait()
+            except TimeoutError:
+                logger.error("blocks of %d hand-offs are still being read", len(self._sources))
 
     def _announce_computing(self) -> None:
         """Tell every decode worker for which of its fetches nothing is owed now."""
@@ -414,6 +419,11 @@ class TransferServer:
     ) -> None:
         del self._sources[key]
         on_end(key, reason)
+        self._note_if_ended()
+
+    def _note_if_ended(self) -> None:
+        if not self._connections and not self._sources:
+            self._has_ended.set()
 
     def _newest_epoch(self, handoff_id: HandoffId) -> int | None:
         """Of what is held or was, as far as it is remembered."""

@@ -286,7 +286,7 @@ class PrefillWorker:
         )
         async with aclosing(await self._engine.prefill(prompt.request, choices)) as run:
             async for progress in run:
-                prompt.source.set_block_ids(progress.block_ids)
+                prompt.source.extend(progress)
                 if progress.first_tokens is not None:
                     return self._seal(prompt, progress)
                 num_ready_blocks = progress.num_computed_tokens // prompt.source.block_size

@@ -308,6 +308,10 @@ class TestPrefill:
                 await anext(run)
 
 
+def never() -> None:
+    raise AssertionError("nothing is copied")
+
+
 class TestHandoff:
     async def test_blocks_moved_between_two_engines(self) -> None:
         async with start() as source, start(block_size=8) as target:
@@ -320,9 +324,14 @@ class TestHandoff:
             destination = await target.engine.allocate_claimed("s")
             for index, block_id in enumerate(last.block_ids):
                 count = min(4, len(PROMPT) - 4 * index)
-                target.engine.write_tokens(
-                    destination.block_ids, 4 * index, count, source.engine.block_view(block_id), 4
+                read = source.engine.blocks.read(block_id, 0, source.engine.layout.block_bytes, never, after=None)
+                assert read.payload is not None
+                written = asyncio.Event()
+                target.engine.blocks.write_tokens(
+                    destination.block_ids, 4 * index, count, read.payload, 4, written.set, after=destination.unused
                 )
+                assert written.is_set()
+                read.release()
             await target.engine.activate("s", last.first_tokens[0], last.num_cached_tokens)
             source.engine.release_hold("h")
             assert await read_all(stream, 1) == {"s": expected_output(request)[0]}

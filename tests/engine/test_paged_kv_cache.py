@@ -79,7 +79,7 @@ def test_tokens_of_another_block_size_land_by_their_position(
 def test_tokens_of_two_source_blocks_at_once_are_a_fault() -> None:
     cache = make_cache()
     with pytest.raises(AssertionError, match="one source block"):
-        cache.write_tokens([0, 1], 6, 4, cache.block_view(0), 8)
+        cache.write_tokens([0, 1], 6, 4, memoryview(bytes(2 * cache.layout.block_bytes)), 8)
 
 
 def test_blocks_outside_host_memory_have_no_view() -> None:

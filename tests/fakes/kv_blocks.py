@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +21,26 @@ def token_bytes_of(layout: KvLayout, token_index: int, seed: int) -> np.ndarray:
 def tokens_of(layout: KvLayout, num_tokens: int, seed: int) -> np.ndarray:
     """`[num_tokens, num_layers, 2, num_kv_heads, head_dim]`."""
     return np.stack([token_bytes_of(layout, index, seed) for index in range(num_tokens)])
+
+
+@dataclass(frozen=True, slots=True)
+class HostPiece:
+    """A `SourcePiece` and a `SinkPiece` of a slab in host memory: there is nothing to copy."""
+
+    memory: memoryview
+
+    @property
+    def payload(self) -> memoryview:
+        return self.memory
+
+    def release(self) -> None:
+        pass
+
+    def place(self, on_placed: Callable[[], None]) -> None:
+        on_placed()
+
+    def discard(self) -> None:
+        pass
 
 
 @dataclass
@@ -49,9 +70,14 @@ class FakeSource:
     def block_bytes(self) -> int:
         return self.layout.block_bytes
 
-    def view(self, block_index: int) -> memoryview:
+    @property
+    def piece_bytes(self) -> int:
+        return self.layout.block_bytes
+
+    def read(self, block_index: int, slab_offset: int, size_bytes: int, on_read: Callable[[], None]) -> HostPiece:
         assert not self.is_closed, "read after on_end"
-        return memoryview(self.slabs[block_index]).cast("B").toreadonly()
+        slab = memoryview(self.slabs[block_index]).cast("B").toreadonly()
+        return HostPiece(slab[slab_offset : slab_offset + size_bytes])
 
     def close(self) -> None:
         """The blocks are somebody else's now: whatever still looks at them sees garbage."""
@@ -81,12 +107,19 @@ class FakeSink:
     def block_size(self) -> int:
         return self.layout.block_size
 
-    def target(self, block_index: int) -> memoryview | None:
+    def target(self, block_index: int, slab_offset: int, size_bytes: int) -> HostPiece | None:
         if not self.is_direct:
             return None
-        return memoryview(self.slabs[block_index]).cast("B")
+        return HostPiece(memoryview(self.slabs[block_index]).cast("B")[slab_offset : slab_offset + size_bytes])
 
-    def absorb(self, first_token: int, num_tokens: int, payload: memoryview, source_block_size: int) -> None:
+    def absorb(
+        self,
+        first_token: int,
+        num_tokens: int,
+        payload: memoryview,
+        source_block_size: int,
+        on_absorbed: Callable[[], None],
+    ) -> None:
         layout = self.layout
         shape = (layout.num_layers, 2, layout.num_kv_heads, source_block_size, layout.head_dim)
         slab = np.frombuffer(payload, dtype=np.float32).reshape(shape)
@@ -97,6 +130,7 @@ class FakeSink:
                 :, :, :, token % source_block_size
             ]
         self.num_absorbed += num_tokens
+        on_absorbed()
 
     def tokens(self) -> np.ndarray:
         """`[num_tokens, num_layers, 2, num_kv_heads, head_dim]`."""

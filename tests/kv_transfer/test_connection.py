@@ -15,6 +15,7 @@ from kv_transfer.settings import ConnectionTiming
 from kv_transfer.stats import TransferStats
 from protos.common_pb2 import HandoffKey
 from protos.kv_transfer_pb2 import Blocks, Credit, Frame
+from tests.fakes.kv_blocks import HostPiece
 from tests.fakes.memory_transport import MemoryEndpoint, MemoryNetwork
 from tests.fakes.virtual_loop import run_virtual, virtual_clock
 from tests.kv_transfer.identities import make_identity
@@ -62,9 +63,10 @@ class Bulk:
         if not self.num_left:
             return None
         self.num_left -= 1
-        return OutgoingFrame(Frame(blocks=Blocks(key=HandoffKey(handoff_id=self.name))), memoryview(self.payload))
+        frame = Frame(blocks=Blocks(key=HandoffKey(handoff_id=self.name)))
+        return OutgoingFrame(frame, HostPiece(memoryview(self.payload)))
 
-    def frame_flushed(self) -> None:
+    def frame_flushed(self, outgoing: OutgoingFrame) -> None:
         self.num_flushed += 1
 
 

@@ -51,6 +51,7 @@ def test_both_sides_agree_and_the_window_never_shrinks(initial: int, window_byte
         if credit.covers(size):
             credit.take(size)
             window.receive(size)
+            window.free(size)
         credit.give(window.give_back())
         assert credit.available_bytes == window.granted_bytes
         assert window.granted_bytes + window.owed_bytes == total
@@ -68,6 +69,9 @@ def test_credit_is_given_back_in_quarters() -> None:
     window = ReceiveWindow(100)
     window.receive(24)
     assert window.give_back() == 0
+    window.free(24)
+    assert window.give_back() == 0
     window.receive(1)
+    window.free(1)
     assert window.give_back() == 25
     assert window.give_back() == 0

@@ -97,7 +97,7 @@ class Bench:
         outgoing = self.source.next_frame()
         if outgoing is None:
             return False
-        self.source.frame_flushed()
+        self.source.frame_flushed(outgoing)
         if outgoing.payload is None:
             self.handoff.seal(outgoing.frame.seal)
             return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -60,6 +61,7 @@ class Bench:
         self.hold_ended: list[EndReason] = []
         self.now_s = 0.0
         self.link = FakeLink()
+        self.in_flight: deque[OutgoingFrame] = deque()
         self.source = HandoffSource(
             make_key(),
             decode_incarnation="d-1",
@@ -85,7 +87,7 @@ class Bench:
     def pull(self, *, flush: bool = True) -> list[OutgoingFrame]:
         """Everything that may go now."""
         frames = []
-        while (outgoing := self.source.next_frame()) is not None:
+        while (outgoing := self.next_frame()) is not None:
             frames.append(outgoing)
         if flush:
             self.flush(len(frames))
@@ -93,7 +95,13 @@ class Bench:
 
     def flush(self, num_frames: int) -> None:
         for _ in range(num_frames):
-            self.source.frame_flushed()
+            self.source.frame_flushed(self.in_flight.popleft())
+
+    def next_frame(self) -> OutgoingFrame | None:
+        outgoing = self.source.next_frame()
+        if outgoing is not None:
+            self.in_flight.append(outgoing)
+        return outgoing
 
 
 def pieces(frames: list[OutgoingFrame]) -> list[tuple[int, int, int]]:
@@ -164,7 +172,7 @@ INPUTS: dict[str, Callable[[Bench], object]] = {
     "end": lambda b: b.source.end(EndReason.EXPIRED),
     "link lost": lambda b: b.source.link_lost(b.link),
     "link lost elsewhere": lambda b: b.source.link_lost(FakeLink()),
-    "next frame": lambda b: b.source.next_frame(),
+    "next frame": lambda b: b.next_frame(),
 }
 # The state after the input, from OFFERED, STREAMING (one frame in flight, no credit), SENT, ENDING, ENDED.
 EXPECTED: dict[str, tuple[SourceState | str, ...]] = {
@@ -210,7 +218,7 @@ def test_any_input_in_any_state(name: str, state: SourceState) -> None:
     # Whatever happened, the hold can be ended once and the blocks come back once.
     bench.source.end(EndReason.CLOSED)
     while bench.source.state is SourceState.ENDING:
-        bench.source.frame_flushed()
+        bench.flush(1)
     bench.source.end(EndReason.CLOSED)
     assert len(bench.ended) == 1
     assert bench.hold_ended == bench.ended
@@ -223,10 +231,10 @@ def test_blocks_come_back_once_and_only_when_nothing_is_in_flight(names: list[st
     for name in names:
         if name == "flush":
             if num_in_flight:
-                bench.source.frame_flushed()
+                bench.flush(1)
                 num_in_flight -= 1
         elif name == "next frame":
-            num_in_flight += bench.source.next_frame() is not None
+            num_in_flight += bench.next_frame() is not None
         else:
             try:
                 INPUTS[name](bench)

@@ -23,7 +23,7 @@ from kv_transfer.sender import Offer, TransferServer
 from kv_transfer.settings import ConnectionTiming, ReceiverConfig, SenderConfig
 from kv_transfer.tcp import SocketTransport
 from kv_transfer.transfer_state import EndReason, Received, Seal
-from tests.fakes.kv_blocks import FakeSink, FakeSource, tokens_of
+from tests.fakes.kv_blocks import FakeSink, FakeSource, HostPiece, tokens_of
 from tests.kv_transfer.identities import FIRST_TOKEN, LAYOUT, make_identity, make_key, with_block_size
 from weir.core.deadline import Deadline
 from weir.core.errors import (
@@ -55,10 +55,10 @@ class NoticingSink(FakeSink):
         super().__post_init__()
         self.is_touched = asyncio.Event()
 
-    def target(self, block_index: int) -> memoryview | None:
+    def target(self, block_index: int, slab_offset: int, size_bytes: int) -> HostPiece | None:
         if block_index == 20:
             self.is_touched.set()
-        return super().target(block_index)
+        return super().target(block_index, slab_offset, size_bytes)
 
 
 class Workers:

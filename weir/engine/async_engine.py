@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import torch
 
 from weir.core.block_hash import BlockHash
 from weir.core.deadline import Clock
@@ -18,12 +21,16 @@ from weir.core.errors import ConflictError, RequestCancelledError, UnavailableEr
 from weir.core.kv_layout import KvLayout, LayoutFingerprint
 from weir.core.model_card import ModelCard
 from weir.core.request import FirstToken, RequestId, SequenceRequest
+from weir.engine.block_access import BlockAccess, HostBlocks
+from weir.engine.block_copies import BlockCopies
+from weir.engine.block_staging import StagedBlocks
 from weir.engine.claim import Denial, Grant, ImportTarget
 from weir.engine.config import EngineConfig
 from weir.engine.engine import Engine
 from weir.engine.engine_thread import EngineThread
 from weir.engine.kv_events import KvEvents
 from weir.engine.outbox import News
+from weir.engine.paged_kv_cache import PagedKvCache
 from weir.engine.prefill_run import PrefillProgress, PrefillRun
 from weir.engine.sequence import PrefillChoice
 from weir.engine.stats import EngineStats
@@ -51,9 +58,14 @@ class AsyncEngine:
 
     Args:
         load_runner: makes the model; called in the engine's thread.
+        make_copies: makes what copies blocks of that device to the host and back.
         clock: the one that deadlines are on.
+
+    Attributes:
+        blocks: the memory of its blocks, for those who bring KV to other workers or from them.
     """
 
+    blocks: BlockAccess
     card: ModelCard
     layout: KvLayout
     fingerprint: LayoutFingerprint
@@ -65,14 +77,22 @@ class AsyncEngine:
         config: EngineConfig,
         *,
         load_runner: Callable[[EngineConfig], Runner] = load_model_runner,
+        make_copies: Callable[[torch.device], BlockCopies] = BlockCopies,
         clock: Clock = time.monotonic,
     ) -> None:
         self._thread = EngineThread(config, load_runner=load_runner, deliver=self._dispatch, clock=clock)
+        self._staging_bytes = config.transfer_staging_bytes
+        self._make_copies = make_copies
         self._subscriptions: dict[str, _Subscription] = {}
+        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> AsyncEngine:
         await self._thread.start()
-        runner = self._thread.engine.runner
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._thread.stop)
+            runner = self._thread.engine.runner
+            self.blocks = await self._open_blocks(runner.cache, stack)
+            self._stack = stack.pop_all()
         self.card, self.layout = runner.card, runner.layout
         self.fingerprint = runner.layout.fingerprint(runner.weights_hash)
         self.max_model_len, self.num_blocks = runner.max_model_len, runner.num_blocks
@@ -80,7 +100,7 @@ class AsyncEngine:
 
     async def __aexit__(self, *exc_info: object) -> None:
         """Ends after the step under way; whoever still waits for a sequence gets an error."""
-        await self._thread.stop()
+        await self._stack.aclose()
 
     # Sequences whose prompt is computed here
 
@@ -152,22 +172,6 @@ class AsyncEngine:
         if subscription is not None:
             self._unsubscribe(subscription)
 
-    def block_view(self, block_id: int) -> memoryview:
-        """The bytes of one block, writable, without a copy, stable for the engine's life."""
-        return self._thread.engine.runner.cache.block_view(block_id)
-
-    def write_tokens(
-        self,
-        block_ids: tuple[int, ...],
-        first_token: int,
-        num_tokens: int,
-        payload: memoryview,
-        source_block_size: int,
-    ) -> None:
-        """Write tokens out of one block of a worker with another block size; see `PagedKvCache.write_tokens`."""
-        cache = self._thread.engine.runner.cache
-        cache.write_tokens(block_ids, first_token, num_tokens, payload, source_block_size)
-
     # Endings
 
     def abort(self, sequence_id: str) -> None:
@@ -216,6 +220,13 @@ class AsyncEngine:
     async def check_integrity(self) -> None:
         """Raises AssertionError: says which law of the engine is broken."""
         await self._thread.call(lambda engine: engine.check_integrity())
+
+    async def _open_blocks(self, cache: PagedKvCache, stack: AsyncExitStack) -> BlockAccess:
+        if cache.is_in_host_memory:
+            return HostBlocks(cache)
+        copies = self._make_copies(cache.tensor.device)
+        staged = StagedBlocks(cache, copies, size_bytes=self._staging_bytes, on_failure=self._thread.fail)
+        return await stack.enter_async_context(staged)
 
     def _subscribe(self, request: SequenceRequest, reader: TokenStream | PrefillRun) -> _Subscription:
         if request.sequence_id in self._subscriptions:

@@ -48,8 +48,10 @@ class BlockCopies:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def start(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> BlockCopy:
-        """Copy each source to its destination once all that this thread has launched so far is over.
+    def start(
+        self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], *, after: torch.cuda.Event | None = None
+    ) -> BlockCopy:
+        """Copy each source to its destination once `after` is over, or all that this thread has launched so far.
 
         Nobody writes a source, or uses a destination, before the copy is done.
         """
@@ -57,8 +59,8 @@ class BlockCopies:
             for source, destination in pairs:
                 destination.copy_(source)
             return BlockCopy(None)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_event(after or torch.cuda.current_stream(self._device).record_event())
         with torch.cuda.stream(self._stream):
             for source, destination in pairs:
                 destination.copy_(source, non_blocking=True)
-        return BlockCopy(self._stream.record_event())
+        return BlockCopy(self._stream.record_event(torch.cuda.Event(blocking=True)))

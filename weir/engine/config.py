@@ -37,6 +37,7 @@ class EngineConfig:
         max_model_len: longest sequence, prompt and output together; None is the model's own.
         quantization: of weights on a CPU: auto keeps about the bits of the checkpoint, none makes them `dtype`.
         num_threads: threads of a step on a CPU; None leaves it to torch.
+        transfer_staging_bytes: host memory through which blocks on a device go to other workers or come from them.
         compute_share: share of the time for steps, while sequences wait for KV from elsewhere; what is left is for the
             workers of the same cores that compute it.
         kernel_cache_dir: where compiled CPU kernels are kept; None computes with torch alone.
@@ -61,6 +62,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     quantization: str = "none"
     num_threads: int | None = None
+    transfer_staging_bytes: int = 64 << 20
     compute_share: float = 1.0
     kernel_cache_dir: Path | None = Path("~/.cache/weir/kernels")
 
@@ -85,6 +87,7 @@ class EngineConfig:
             "max_num_batched_tokens",
             "max_model_len",
             "num_threads",
+            "transfer_staging_bytes",
         ):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):

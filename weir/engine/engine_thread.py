@@ -92,6 +92,14 @@ class EngineThread:
         if not self._is_stopped:
             self._inbox.put(run)
 
+    def fail(self, error: BaseException) -> None:
+        """Something that the engine relies on is broken: it computes nothing more."""
+
+        def run() -> None:
+            raise RuntimeError("its blocks cannot be copied") from error
+
+        self._inbox.put(run)
+
     async def call(self, command: Callable[[Engine], T]) -> T:
         """Run a command between two steps. It runs even if the caller is cancelled meanwhile.
 

@@ -8,7 +8,7 @@ were never written cost nothing, and a block can be handed out as bytes without 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,16 @@ class LayerCache:
 
     keys: torch.Tensor
     values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TokenRun:
+    """Tokens that follow each other in a block of another worker and in one of ours."""
+
+    block_id: int
+    start: int
+    source_start: int
+    num_tokens: int
 
 
 class PagedKvCache:
@@ -62,6 +72,23 @@ class PagedKvCache:
         """Keys and values of layer `index`; views, valid for the cache's life."""
         return self._layers[index]
 
+    @property
+    def is_in_host_memory(self) -> bool:
+        """Whether blocks have a `block_view`."""
+        return self._bytes is not None
+
+    def record_event(self) -> torch.cuda.Event | None:
+        """An event behind all that this thread has launched so far on the cache's device; None where nothing waits."""
+        if not self.tensor.is_cuda:
+            return None
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self.tensor.device))
+        return event
+
+    def block_bytes(self, block_id: int) -> torch.Tensor:
+        """One block as [block_bytes] of uint8, wherever it is."""
+        return self.tensor[block_id].view(-1).view(torch.uint8)
+
     def block_view(self, block_id: int) -> memoryview:
         """The bytes of one block, writable, without a copy, valid for the cache's life.
 
@@ -90,19 +117,50 @@ class PagedKvCache:
             source_block_size: tokens of a block there.
         """
         assert self._bytes is not None, "blocks on a device are not written from the host"
-        offset = first_token % source_block_size
-        assert offset + num_tokens <= source_block_size, "the tokens are not all of one source block"
         slab = self._as_slabs(payload, source_block_size)[0]
         blocks = self._as_slabs(self._bytes, self.layout.block_size)
+        for run in self._runs(block_ids, first_token, num_tokens, source_block_size):
+            source = slab[:, run.source_start : run.source_start + run.num_tokens]
+            blocks[run.block_id, :, run.start : run.start + run.num_tokens] = source
+
+    def token_copies(
+        self,
+        block_ids: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        payload: memoryview,
+        source_block_size: int,
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What `write_tokens` would do, as sources and destinations, both strided, for whoever may wait for a device.
+
+        Args:
+            payload: writable, as torch wants it.
+        """
+        tiles, head_bytes = self._num_tiles, self.layout.head_bytes
+        slab = torch.frombuffer(payload, dtype=torch.uint8).view(tiles, source_block_size, head_bytes)
+        pairs = []
+        for run in self._runs(block_ids, first_token, num_tokens, source_block_size):
+            block = self.block_bytes(run.block_id).view(tiles, self.layout.block_size, head_bytes)
+            source = slab[:, run.source_start : run.source_start + run.num_tokens]
+            pairs.append((source, block[:, run.start : run.start + run.num_tokens]))
+        return pairs
+
+    def _runs(
+        self, block_ids: Sequence[int], first_token: int, num_tokens: int, source_block_size: int
+    ) -> Iterator[_TokenRun]:
+        offset = first_token % source_block_size
+        assert offset + num_tokens <= source_block_size, "the tokens are not all of one source block"
         token, end = first_token, first_token + num_tokens
         while token < end:
             index, start = divmod(token, self.layout.block_size)
             count = min(self.layout.block_size - start, end - token)
-            blocks[block_ids[index], :, start : start + count] = slab[:, offset : offset + count]
+            yield _TokenRun(block_id=block_ids[index], start=start, source_start=offset, num_tokens=count)
             token, offset = token + count, offset + count
+
+    @property
+    def _num_tiles(self) -> int:
+        return self.layout.num_layers * 2 * self.layout.num_kv_heads
 
     def _as_slabs(self, raw: memoryview, block_size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         """Bytes of whole blocks as [num_blocks, layers and K or V and heads, block_size, bytes of a head]."""
-        layout = self.layout
-        tiles = layout.num_layers * 2 * layout.num_kv_heads
-        return np.frombuffer(raw, dtype=np.uint8).reshape(-1, tiles, block_size, layout.head_bytes)
+        return np.frombuffer(raw, dtype=np.uint8).reshape(-1, self._num_tiles, block_size, self.layout.head_bytes)

@@ -82,6 +82,11 @@ class WorkerConfig:
         minimum=0.05,
         maximum=1.0,
     )
+    transfer_staging_bytes: int = setting(
+        64 << 20,
+        help="pinned host memory through which KV on a GPU goes to other workers or comes from them",
+        minimum=1,
+    )
     kernel_cache_dir: Path = setting(
         Path("~/.cache/weir/kernels"), help="where the CPU kernels are kept that the first start compiles"
     )
@@ -135,6 +140,7 @@ class WorkerConfig:
             enable_prefix_caching=self.enable_prefix_caching,
             quantization=self.quantization,
             num_threads=self.num_threads,
+            transfer_staging_bytes=self.transfer_staging_bytes,
             compute_share=self.compute_share,
             kernel_cache_dir=self.kernel_cache_dir,
         )
