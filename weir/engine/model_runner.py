@@ -65,7 +65,7 @@ class ModelRunner:
         self.max_model_len = _max_model_len(config, self.card)
         self._device = _device(config)
         dtype_name = _dtype_name(config, self._device)
-        library = _cpu_library(config) if self._device.type == "cpu" else None
+        library = _cpu_library(config, decoder_config) if self._device.type == "cpu" else None
         source = open_weights(config.model_dir)
         packed = None
         self.weights_hash = self.card.weights_hash
@@ -163,8 +163,11 @@ class ModelRunner:
         return max(0, int(total_bytes * config.gpu_memory_utilization) - peak_bytes)
 
 
-def _cpu_library(config: EngineConfig) -> ctypes.CDLL | None:
+def _cpu_library(config: EngineConfig, decoder_config: DecoderConfig) -> ctypes.CDLL | None:
     if config.kernel_cache_dir is None:
+        return None
+    if decoder_config.experts is not None:
+        logger.warning("the CPU kernels are not used, which is several times slower: they have no experts")
         return None
     try:
         return load(config.kernel_cache_dir.expanduser())
