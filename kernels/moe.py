@@ -51,4 +51,8 @@ def moe(
     is_renormalised: bool,
 ) -> torch.Tensor:
     """Send each row of `hidden` through its `top_k` experts, plus `residual`; the caller owns the result."""
+    if hidden.is_cuda:
+        from kernels.gpu.moe import moe_triton
+
+        return moe_triton(hidden, router_logits, gate_up, down, residual, top_k=top_k, is_renormalised=is_renormalised)
     return moe_reference(hidden, router_logits, gate_up, down, residual, top_k=top_k, is_renormalised=is_renormalised)
