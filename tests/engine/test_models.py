@@ -42,6 +42,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3 with a tied head and biases": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
 }
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", {}),
+    "mixtral with a window and one expert a token": ("mixtral", {"sliding_window": 9, "num_experts_per_tok": 1}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe with weights as they are": ("qwen3_moe", {"norm_topk_prob": False}),
+    "qwen3_moe with a dense layer between": ("qwen3_moe", {"num_hidden_layers": 3, "mlp_only_layers": [1]}),
+    "qwen3_moe with experts in every second layer": ("qwen3_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2}),
+    "qwen3_moe with biases, a window, all experts": (
+        "qwen3_moe",
+        {"attention_bias": True, "use_sliding_window": True, "sliding_window": 9, "num_experts_per_tok": 7},
+    ),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen2_moe without biases, renormalised": ("qwen2_moe", {"qkv_bias": False, "norm_topk_prob": True}),
+}
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 500.0},
     "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
@@ -96,6 +110,22 @@ def test_family_equals_transformers(tmp_path: Path, name: str, kernels: str) -> 
         expected = reference_logits(reference, token_ids)
         assert largest_difference(whole[index], expected) <= MAX_RELATIVE_DIFFERENCE
         assert largest_difference(chunked.finish(7)[index], expected) <= MAX_RELATIVE_DIFFERENCE
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixture_of_experts_equals_transformers(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    family, overrides = MIXTURES[name]
+    runner, reference = load(tmp_path, family, **overrides)
+    assert "they have no experts" in caplog.text
+    whole = Conversation(runner, sequences()).finish(64)
+    chunked = Conversation(runner, sequences(), seed=1)
+    chunked.step(20, 0, 3, 0)
+    chunked.step(1, 1, 1, 32)
+    for index, token_ids in enumerate(sequences()):
+        expected = reference_logits(reference, token_ids)
+        for found in (whole[index], chunked.finish(7)[index]):
+            assert largest_difference(found, expected) <= MAX_RELATIVE_DIFFERENCE
+            assert torch.equal(found.argmax(-1), expected.argmax(-1))
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -165,6 +195,36 @@ def test_old_and_new_spelling_of_rope_settings_mean_the_same() -> None:
 def test_a_model_that_is_not_supported_is_refused_by_name(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ModelLoadError, match=named):
         DecoderConfig.from_hf(tiny_config() | change)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "named"),
+    [
+        ("mixtral", {"num_experts_per_tok": 6}, "num_experts_per_tok is 6 of 5 experts"),
+        ("qwen3_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ("qwen3_moe", {"hidden_act": "gelu"}, "gelu"),
+        ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window"),
+    ],
+)
+def test_a_mixture_that_is_not_supported_is_refused_by_name(family: str, change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelLoadError, match=named):
+        DecoderConfig.from_hf(tiny_config(family) | change)
+
+
+@pytest.mark.parametrize("change", [{"num_experts": 0}, {"mlp_only_layers": [0, 1]}, {"decoder_sparse_step": 3}])
+def test_a_mixture_whose_layers_are_all_dense_has_no_experts(change: dict[str, Any]) -> None:
+    assert DecoderConfig.from_hf(tiny_config("qwen3_moe") | change).experts is None
+
+
+def test_mixtral_has_its_own_defaults() -> None:
+    fields = tiny_config("mixtral")
+    for name in ("rope_theta", "rms_norm_eps", "max_position_embeddings", "num_key_value_heads"):
+        del fields[name]
+    config = DecoderConfig.from_hf(fields | {"num_attention_heads": 16})
+    assert (config.rope.theta, config.rms_norm_eps) == (1_000_000.0, 1e-5)
+    assert (config.max_model_len, config.num_kv_heads) == (131072, 8)
+    assert config.sliding_windows == (None, None)
 
 
 def test_a_missing_field_is_named() -> None:

@@ -6,7 +6,7 @@ Weights are drawn wide enough that logits are far apart, so greedy tokens have n
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,20 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+_CLASSES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mixtral": "Mixtral",
+    "qwen2_moe": "Qwen2Moe",
+    "qwen3_moe": "Qwen3Moe",
+}
+_EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2_moe": {"num_experts": 6, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 56},
+    "qwen3_moe": {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True},
+}
 _CORPUS = (
     "the quick brown fox jumps over the lazy dog and then the dog jumps over the fox; hello world, how are you today?"
 )
@@ -52,7 +65,9 @@ def tiny_config(family: str = "llama", **overrides: Any) -> dict[str, Any]:
     }
     if family == "mistral":
         config["sliding_window"] = 24
-    return config | overrides
+    if family in ("qwen2_moe", "qwen3_moe"):
+        config["moe_intermediate_size"] = 40
+    return config | _EXPERTS.get(family, {}) | overrides
 
 
 def write_tiny_model(
@@ -97,7 +112,8 @@ def random_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, torch.
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     family = config["model_type"]
-    has_bias = family == "qwen2" or config.get("attention_bias", False)
+    has_bias = family == "qwen2" or (family == "qwen2_moe" and config.get("qkv_bias", True))
+    has_bias = has_bias or config.get("attention_bias", False)
     tensors: dict[str, torch.Tensor] = {}
 
     def norm(name: str, size: int) -> None:
@@ -108,6 +124,23 @@ def random_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, torch.
         if bias:
             tensors[f"{name}.bias"] = 0.1 * torch.randn(rows, generator=generator)
 
+    def feed_forward(name: str, size: int, parts: Sequence[str] = ("gate_proj", "up_proj", "down_proj")) -> None:
+        for part, rows, columns in zip(parts, (size, size, hidden), (hidden, hidden, size), strict=True):
+            linear(f"{name}.{part}", rows, columns, config.get("mlp_bias", False))
+
+    def sparse(name: str) -> None:
+        is_mixtral = family == "mixtral"
+        num_experts = config["num_local_experts" if is_mixtral else "num_experts"]
+        linear(f"{name}.gate", num_experts, hidden)
+        for expert in range(num_experts):
+            if is_mixtral:
+                feed_forward(f"{name}.experts.{expert}", inner, ("w1", "w3", "w2"))
+            else:
+                feed_forward(f"{name}.experts.{expert}", config["moe_intermediate_size"])
+        if family == "qwen2_moe":
+            feed_forward(f"{name}.shared_expert", config["shared_expert_intermediate_size"])
+            linear(f"{name}.shared_expert_gate", 1, hidden)
+
     tensors["model.embed_tokens.weight"] = torch.randn(config["vocab_size"], hidden, generator=generator)
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}"
@@ -115,17 +148,27 @@ def random_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, torch.
         linear(f"{name}.self_attn.q_proj", queries, hidden, has_bias)
         linear(f"{name}.self_attn.k_proj", keys, hidden, has_bias)
         linear(f"{name}.self_attn.v_proj", keys, hidden, has_bias)
-        linear(f"{name}.self_attn.o_proj", hidden, queries, has_bias and family != "qwen2")
-        if family == "qwen3":
+        linear(f"{name}.self_attn.o_proj", hidden, queries, has_bias and not family.startswith("qwen2"))
+        if family in ("qwen3", "qwen3_moe"):
             norm(f"{name}.self_attn.q_norm", head_dim)
             norm(f"{name}.self_attn.k_norm", head_dim)
         norm(f"{name}.post_attention_layernorm", hidden)
-        for part, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
-            linear(f"{name}.mlp.{part}_proj", rows, columns, config.get("mlp_bias", False))
+        if layer in _sparse_layers(config):
+            sparse(f"{name}.block_sparse_moe" if family == "mixtral" else f"{name}.mlp")
+        else:
+            feed_forward(f"{name}.mlp", inner)
     norm("model.norm", hidden)
     if not config["tie_word_embeddings"]:
         linear("lm_head", config["vocab_size"], hidden)
     return tensors
+
+
+def _sparse_layers(config: Mapping[str, Any]) -> set[int]:
+    """Which layers have experts."""
+    if config["model_type"] not in _EXPERTS:
+        return set()
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
+    return {layer for layer in range(config["num_hidden_layers"]) if (layer + 1) % step == 0 and layer not in dense}
 
 
 def write_tokenizer(directory: Path) -> None:

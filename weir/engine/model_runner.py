@@ -74,7 +74,7 @@ class ModelRunner:
             torch.cuda.set_device(self._device)  # of this thread; kernels are launched there
             self._memory_before = MemoryReading.of(self._device)
         dtype_name = _dtype_name(config, self._device)
-        library = _cpu_library(config) if self._device.type == "cpu" else None
+        library = _cpu_library(config, decoder_config) if self._device.type == "cpu" else None
         source = open_weights(config.model_dir)
         packed = None
         self.weights_hash = self.card.weights_hash
@@ -209,8 +209,11 @@ class ModelRunner:
         return kv_bytes(self._memory_before, MemoryReading.of(self._device), config.gpu_memory_utilization)
 
 
-def _cpu_library(config: EngineConfig) -> ctypes.CDLL | None:
+def _cpu_library(config: EngineConfig, decoder_config: DecoderConfig) -> ctypes.CDLL | None:
     if config.kernel_cache_dir is None:
+        return None
+    if decoder_config.experts is not None:
+        logger.warning("the CPU kernels are not used, which is several times slower: they have no experts")
         return None
     try:
         return load(config.kernel_cache_dir.expanduser())

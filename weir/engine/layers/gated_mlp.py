@@ -11,8 +11,8 @@ from weir.engine.weights import Weights
 class GatedMlp:
     """SwiGLU: `down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, weights: Weights, name: str, config: DecoderConfig) -> None:
-        size, hidden_size = config.intermediate_size, config.hidden_size
+    def __init__(self, weights: Weights, name: str, config: DecoderConfig, size: int) -> None:
+        hidden_size = config.hidden_size
         self._gate_up = Linear.load_stacked(
             weights,
             f"{name}.gate_up_proj",
@@ -24,6 +24,6 @@ class GatedMlp:
         )
         self._down = Linear.load(weights, f"{name}.down_proj", hidden_size, size, has_bias=config.mlp_bias)
 
-    def __call__(self, hidden: AnyRows, residual: AnyRows) -> AnyRows:
+    def __call__(self, hidden: AnyRows, residual: AnyRows | None = None) -> AnyRows:
         """Rows [num_tokens, hidden_size] to the same shape, plus `residual`."""
         return self._down(self._gate_up(hidden), residual)

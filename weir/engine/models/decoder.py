@@ -2,7 +2,8 @@
 
 Building it is loading it: each layer takes its tensors from `Weights` as it is made.
 
-Source: Touvron et al. 2023, Llama 2; Jiang et al. 2023, Mistral 7B; Yang et al. 2024, Qwen2; Yang et al. 2025, Qwen3.
+Source: Touvron et al. 2023, Llama 2; Jiang et al. 2023, Mistral 7B; Yang et al. 2024, Qwen2; Yang et al. 2025, Qwen3;
+Jiang et al. 2024, Mixtral of Experts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from weir.engine.layers.gated_mlp import GatedMlp
 from weir.engine.layers.linear import Linear
 from weir.engine.layers.rms_norm import RmsNorm
 from weir.engine.layers.rotary_embedding import RotaryEmbedding
+from weir.engine.layers.sparse_mlp import SparseMlp
 from weir.engine.models.decoder_config import DecoderConfig
 from weir.engine.paged_kv_cache import LayerCache, PagedKvCache
 from weir.engine.weights import Weights
@@ -67,7 +69,11 @@ class _DecoderLayer:
         self._input_norm = RmsNorm(weights, f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps)
         self._attention = Attention(weights, f"{name}.self_attn", config, config.sliding_windows[index])
         self._post_norm = RmsNorm(weights, f"{name}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
-        self._mlp = GatedMlp(weights, f"{name}.mlp", config)
+        self._mlp: GatedMlp | SparseMlp
+        if config.experts is not None and index in config.experts.layers:
+            self._mlp = SparseMlp(weights, name, config, config.experts)
+        else:
+            self._mlp = GatedMlp(weights, f"{name}.mlp", config, config.intermediate_size)
 
     def __call__(self, hidden: AnyRows, cos_sin: torch.Tensor, batch: AnyBatch, cache: LayerCache) -> AnyRows:
         hidden = self._attention(self._input_norm(hidden), hidden, cos_sin, batch, cache)

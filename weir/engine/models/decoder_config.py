@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from weir.core.errors import ModelLoadError
+from weir.engine.models.experts_config import MOE_MODEL_TYPES, ExpertsConfig
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", *MOE_MODEL_TYPES)
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
-_DEFAULT_MAX_POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
-_DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+_DEFAULT_MAX_POSITIONS = {"llama": 2048, "mistral": 131072, "mixtral": 131072} | dict.fromkeys(
+    ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"), 32768
+)
+_DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "mixtral": 8, "qwen2_moe": 16, "qwen3_moe": 4}
+_DEFAULT_THETA = {"mixtral": 1_000_000.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +62,13 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """One model of the family: Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen3.
+    """One model of the family: Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE, Qwen3-MoE.
 
     Attributes:
         qkv_bias, output_bias, mlp_bias: which projections add a bias.
         has_qk_norm: queries and keys are RMS-normalised head by head before they are rotated.
         is_tied: the head's weight is the embedding's.
+        experts: of the layers that have them; None where every layer has one feed-forward.
         sliding_windows: one entry a layer: how many tokens, itself included, a token attends to; None for all.
         max_model_len: longest sequence that positions are defined for.
     """
@@ -83,6 +88,7 @@ class DecoderConfig:
     mlp_bias: bool
     has_qk_norm: bool
     is_tied: bool
+    experts: ExpertsConfig | None
     sliding_windows: tuple[int | None, ...]
     rope: RopeConfig
     max_model_len: int
@@ -135,7 +141,8 @@ class DecoderConfig:
         default_head_dim = 128 if model_type == "qwen3" else hidden_size // num_heads
         head_dim = int(fields.get("head_dim") or default_head_dim)
         hidden_act = str(fields.get("hidden_act") or "silu")
-        has_bias = bool(fields.get("attention_bias", False)) and model_type in ("llama", "qwen3")
+        has_bias = bool(fields.get("attention_bias", False)) and model_type in ("llama", "qwen3", "qwen3_moe")
+        has_moe_bias = bool(fields.get("qkv_bias", True)) and model_type == "qwen2_moe"
         if num_heads % num_kv_heads:
             raise ModelLoadError(
                 f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
@@ -154,13 +161,14 @@ class DecoderConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=float(fields.get("rms_norm_eps", 1e-5 if model_type == "mixtral" else 1e-6)),
             hidden_act="silu",
-            qkv_bias=has_bias or model_type == "qwen2",
+            qkv_bias=has_bias or model_type == "qwen2" or has_moe_bias,
             output_bias=has_bias,
             mlp_bias=bool(fields.get("mlp_bias", False)) and model_type == "llama",
-            has_qk_norm=model_type == "qwen3",
+            has_qk_norm=model_type in ("qwen3", "qwen3_moe"),
             is_tied=bool(fields.get("tie_word_embeddings", False)),
+            experts=ExpertsConfig.from_hf(model_type, fields, num_layers),
             sliding_windows=_sliding_windows(model_type, fields, num_layers),
             rope=rope,
             max_model_len=_max_model_len(rope),
@@ -175,11 +183,14 @@ def _sliding_windows(model_type: str, fields: Mapping[str, Any], num_layers: int
     """Which layers look back how far; each model type has its own way of saying it."""
     if model_type == "llama":
         return (None,) * num_layers
-    window = fields.get("sliding_window", 4096)
-    if model_type == "mistral":
-        return (int(window) if window is not None else None,) * num_layers
-    if not fields.get("use_sliding_window", False) or window is None:
+    window = fields.get("sliding_window", None if model_type == "mixtral" else 4096)
+    is_used = model_type in ("mistral", "mixtral") or fields.get("use_sliding_window", False)
+    if not is_used or window is None:
         return (None,) * num_layers
+    if model_type in ("mistral", "mixtral", "qwen3_moe"):
+        return (int(window),) * num_layers
+    if model_type == "qwen2_moe":
+        raise ModelLoadError("use_sliding_window is not supported for model_type 'qwen2_moe'")
     first_layer = int(fields.get("max_window_layers", 28))
     layer_types = fields.get("layer_types") or [
         "sliding_attention" if layer >= first_layer else "full_attention" for layer in range(num_layers)
@@ -217,7 +228,7 @@ def _rope_config(model_type: str, fields: Mapping[str, Any], head_dim: int) -> R
         )
     return RopeConfig(
         rope_type=rope_type,
-        theta=float(theta if theta is not None else 10_000.0),
+        theta=float(theta if theta is not None else _DEFAULT_THETA.get(model_type, 10_000.0)),
         rotary_dim=rotary_dim,
         max_positions=max_positions,
         original_max_positions=int(original or max_positions),
