@@ -38,12 +38,8 @@ class EngineMachine(RuleBasedStateMachine):
         num_tokens=st.integers(70, 140),
         budget=st.integers(6, 40),
         caching=st.booleans(),
-        num_host_slots=st.sampled_from([0, 2, 9, 40]),
-        num_disk_slots=st.sampled_from([0, 3, 60]),
     )
-    def start(
-        self, block_size: int, num_tokens: int, budget: int, caching: bool, num_host_slots: int, num_disk_slots: int
-    ) -> None:
+    def start(self, block_size: int, num_tokens: int, budget: int, caching: bool) -> None:
         self.source, self.target = (
             EngineHarness(
                 block_size=block_size,
@@ -51,8 +47,6 @@ class EngineMachine(RuleBasedStateMachine):
                 max_num_seqs=5,
                 max_num_batched_tokens=budget,
                 enable_prefix_caching=caching,
-                num_host_slots=num_host_slots if caching else 0,
-                num_disk_slots=num_disk_slots,
             )
             for _ in range(2)
         )
@@ -98,12 +92,6 @@ class EngineMachine(RuleBasedStateMachine):
     def step_target(self, count: int) -> None:
         self.target.step(count)
 
-    @rule(num_copies=st.integers(0, 3), num_jobs=st.integers(0, 5))
-    def move(self, num_copies: int, num_jobs: int) -> None:
-        for harness in (self.source, self.target):
-            harness.disk.do(num_jobs)
-            harness.copies.do(num_copies)
-
     @precondition(lambda self: self.claims)
     @rule(data=st.data())
     def start_some_import(self, data: st.DataObject) -> None:
@@ -123,7 +111,6 @@ class EngineMachine(RuleBasedStateMachine):
             return
         request = self.imports.pop(name)
         sequence = self.target.engine._sequences[name]
-        self.target.copies.begin_step()  # whatever writes a block on a device comes after these, too
         source_blocks = self.source.progress[name][-1].block_ids
         for index in range(sequence.num_computed_tokens // self.block_size, len(source_blocks)):
             view = self.target.runner.cache.block_view(sequence.block_ids[index])

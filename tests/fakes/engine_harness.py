@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.fakes.late_copies import LateCopies, LateExecutor
+from tests.fakes.late_copies import LateCopies, LateDevice, LateExecutor
 from tests.fakes.model_runner import FakeModelRunner, expected_output, make_config
 from weir.core.errors import WeirError
 from weir.core.request import FinishReason, SequenceRequest, TokenLogprobs
@@ -25,7 +25,7 @@ class EngineHarness:
         num_host_slots, num_disk_slots: blocks of the tiers under the pool; runs of any length are brought back.
 
     Attributes:
-        copies, disk: what moves blocks between tiers, when a test says so.
+        device, saves, loads, disk: what moves blocks between tiers, when a test says so.
         now_s: the engine's clock.
         tokens, finish, errors, prompt_logprobs: what each sequence has heard.
         progress: of each prefill, everything it has heard.
@@ -35,13 +35,15 @@ class EngineHarness:
         config = make_config(**settings)
         self.runner = FakeModelRunner(config)
         self.now_s = 0.0
-        self.copies, self.disk = LateCopies(), LateExecutor()
-        self.runner.before_execute = self.copies.begin_step
+        self.device, self.disk = LateDevice(), LateExecutor()
+        self.saves, self.loads = LateCopies(self.device), LateCopies(self.device)
+        self.runner.before_execute = self.device.begin_step
         self.cold: ColdBlocks | None = None
         if num_host_slots:
             self.cold = ColdBlocks(
                 self.runner.cache,
-                self.copies,
+                self.saves,
+                self.loads,
                 num_host_slots=num_host_slots,
                 num_disk_slots=num_disk_slots,
                 disk_directory=Path(tempfile.gettempdir()),
@@ -82,7 +84,7 @@ class EngineHarness:
                 if not self.engine.is_loading:
                     break
                 self.disk.do()
-                self.copies.do()
+                self.loads.do()
         else:
             raise AssertionError("the engine does not come to an end")
         self.engine.check_integrity()

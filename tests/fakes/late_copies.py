@@ -6,7 +6,6 @@ whoever reads a destination too early finds old bytes, and whoever writes a sour
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
@@ -17,13 +16,32 @@ import torch
 from weir.engine.block_copies import BlockCopies, BlockCopy
 
 
-class LateCopy(BlockCopy):
-    """One call of `LateCopies.start`."""
+class LateDevice:
+    """What its steps wait for."""
 
-    def __init__(self, copies: LateCopies, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(self) -> None:
+        self.awaited: list[LateCopy] = []
+
+    def begin_step(self, *_: object) -> None:
+        """What was told to precede steps is done now."""
+        for copy in self.awaited:
+            copy.wait()
+        self.awaited.clear()
+
+
+class LateCopy(BlockCopy):
+    """One call of `LateCopies.start`; done after those before it, and after all that steps would wait for then."""
+
+    def __init__(
+        self,
+        device: LateDevice,
+        pairs: list[tuple[torch.Tensor, torch.Tensor]],
+        predecessors: list[LateCopy],
+    ) -> None:
         super().__init__(None)
-        self._copies = copies
+        self._device = device
         self._pairs = pairs
+        self._predecessors = predecessors
         self._is_over = False
 
     @property
@@ -31,49 +49,39 @@ class LateCopy(BlockCopy):
         return self._is_over
 
     def wait(self) -> None:
-        self._copies.do_until(self)
-
-    def precede_steps(self) -> None:
-        self._copies.precedes_steps = self
-
-    def do(self) -> None:
+        if self._is_over:
+            return
+        for copy in self._predecessors:
+            copy.wait()
+        self._predecessors.clear()
         for source, destination in self._pairs:
             destination.copy_(source)
         self._is_over = True
 
+    def precede_steps(self) -> None:
+        self._device.awaited.append(self)
+
 
 class LateCopies(BlockCopies):
-    """A copy stream whose speed a test decides."""
+    """A stream whose speed a test decides."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: LateDevice) -> None:
         super().__init__(torch.device("cpu"))
-        self.precedes_steps: LateCopy | None = None
-        self.num_started = 0
+        self._late_device = device
         self._pending: deque[LateCopy] = deque()
-        self._lock = threading.Lock()
 
     def start(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> BlockCopy:
-        copy = LateCopy(self, list(pairs))
-        self.num_started += 1
+        before = [*self._late_device.awaited, *([self._pending[-1]] if self._pending else [])]
+        copy = LateCopy(self._late_device, list(pairs), before)
         self._pending.append(copy)
         return copy
 
     def do(self, count: int = 1) -> None:
         """The oldest ones."""
-        with self._lock:
-            for _ in range(min(count, len(self._pending))):
-                self._pending.popleft().do()
-
-    def do_until(self, last: LateCopy) -> None:
-        with self._lock:
-            while not last.is_done:
-                self._pending.popleft().do()
-
-    def begin_step(self, *_: object) -> None:
-        """What was told to precede steps is done now, with all that was started before it."""
-        if self.precedes_steps is not None:
-            self.do_until(self.precedes_steps)
-            self.precedes_steps = None
+        while self._pending and count:
+            copy = self._pending.popleft()
+            count -= not copy.is_done
+            copy.wait()
 
 
 class LateExecutor(Executor):

@@ -4,9 +4,9 @@ One mechanism serves cold prefixes and preempted sequences, since the full block
 about to be overwritten is copied to host memory first, and a sequence that is admitted gets back what follows its
 prefix in the pool. No step waits for a load or a disk.
 
-All copies to and from the device are on one stream, so they are done in the order in which they were started: a host
-slot may be given away while it is still being copied, and a block whose load was given up may be written again. Only
-the disk's thread is outside that order: a slot is lent to it, and it waits for the slot's last copy.
+Saves and loads have a stream each, so that a step, which on the device does wait for the saves of what it overwrites,
+never waits for a load before them. Whatever is launched after a save comes after it, loads and other saves too. The
+disk's thread is outside that order: a slot is lent to it, and it waits for the slot's last copy.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ColdBlocks:
 
     Args:
         cache: the pool's memory.
-        copies: the only ones that touch host slots.
+        saves, loads: what copies from the pool, and into it.
         num_host_slots, num_disk_slots: blocks of each tier; the second may be 0.
         disk_directory, executor: see `DiskBlocks`.
         min_loaded_tokens: shorter runs are computed again.
@@ -75,7 +75,8 @@ class ColdBlocks:
     def __init__(
         self,
         cache: PagedKvCache,
-        copies: BlockCopies,
+        saves: BlockCopies,
+        loads: BlockCopies,
         *,
         num_host_slots: int,
         num_disk_slots: int = 0,
@@ -88,7 +89,8 @@ class ColdBlocks:
         self.token_s: Callable[[], float] = lambda: math.inf
         self._block_size = cache.layout.block_size
         self._slabs = cache.tensor.view(cache.num_blocks, -1).view(torch.uint8)
-        self._copies = copies
+        self._saves = saves
+        self._loads = loads
         self._min_loaded_tokens = min_loaded_tokens
         self._clock = clock
         block_bytes = cache.layout.block_bytes
@@ -99,8 +101,8 @@ class ColdBlocks:
             self._disk = DiskBlocks(
                 disk_directory, num_disk_slots, block_bytes, on_drop=self._note_dropped, executor=executor
             )
-        # One slot in eight is emptied to the disk before it is needed, so that nobody waits for that.
-        self._num_spare = max(1, num_host_slots // 8)
+        # So much of host memory is on disk too, before it is needed: an admission takes many slots at once.
+        self._num_spare = max(1, num_host_slots // 4)
         self._last_copy: dict[int, BlockCopy] = {}
         self._departing: deque[_DiskMove] = deque()
         self._arriving: dict[BlockHash, _DiskMove] = {}
@@ -123,6 +125,12 @@ class ColdBlocks:
         num_found = next((index for index, name in enumerate(block_hashes) if name not in self), len(block_hashes))
         return num_found if self.is_worth_loading(num_found) else 0
 
+    def touch(self, block_hashes: Sequence[BlockHash]) -> None:
+        """These are wanted: they are the last to go, the first of them the very last."""
+        for block_hash in reversed(block_hashes):
+            if self._host.find(block_hash) is None and self._disk is not None and block_hash in self._disk:
+                self._disk.touch(block_hash)
+
     # Out of the pool
 
     def save(self, blocks: Sequence[tuple[int, BlockHash]]) -> None:
@@ -135,7 +143,10 @@ class ColdBlocks:
                 pairs.append((self._slabs[block_id], self._host.tensor[slot]))
                 slots.append(slot)
         if pairs:
-            self._start(pairs, slots).precede_steps()
+            for slot in slots:
+                if (last := self._last_copy.get(slot)) is not None and not last.is_done:
+                    last.precede_steps()  # a load from a slot whose turn to go has come already
+            self._start(self._saves, pairs, slots).precede_steps()
             self._num_saved += len(pairs)
             self._make_spare()
 
@@ -159,7 +170,7 @@ class ColdBlocks:
             pairs.append((self._host.tensor[slot], self._slabs[block_id]))
             slots.append(slot)
         if pairs:
-            load.copy = self._start(pairs, slots)
+            load.copy = self._start(self._loads, pairs, slots)
             load.num_started += len(pairs)
         if not self._read_ahead(load) or (
             load.num_started < len(load.block_hashes) and self._clock() >= load.gives_up_at_s
@@ -168,9 +179,8 @@ class ColdBlocks:
             load.block_ids = load.block_ids[: load.num_started]
 
     def finish(self, load: PrefixLoad) -> None:
-        """Count a load that is done. Its first blocks will be the last to go."""
-        for block_hash in reversed(load.block_hashes):
-            self._host.find(block_hash)
+        """Count a load that is done."""
+        self.touch(load.block_hashes)
         num_read = sum(block_hash in load.read_hashes for block_hash in load.block_hashes)
         self._num_read += num_read
         self._num_loaded += len(load.block_hashes) - num_read
@@ -184,14 +194,16 @@ class ColdBlocks:
         """Note what the disk has done meanwhile. Costs nothing where that is nothing."""
         while self._departing and self._departing[0].is_right.done():
             move = self._departing.popleft()
-            self._host.give_back(move.slot)
-            self._settle(move)
+            # What was forgotten meanwhile, or saved again, is not kept; nor is what the disk did not take.
+            if self._settle(move) and move.block_hash in self and move.block_hash not in self._host:
+                self._host.retire(move.slot, move.block_hash)
+            else:
+                self._host.give_back(move.slot)
         while self._arriving:
             move = next(iter(self._arriving.values()))
             if not move.is_right.done():
                 break
             del self._arriving[move.block_hash]
-            # What was forgotten meanwhile, or saved again, is not kept.
             if self._settle(move) and move.block_hash in self and move.block_hash not in self._host:
                 self._host.keep(move.slot, move.block_hash)
             else:
@@ -230,23 +242,25 @@ class ColdBlocks:
         if self._disk is not None:
             self._disk.check_integrity()
 
-    def _start(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], slots: Sequence[int]) -> BlockCopy:
-        copy = self._copies.start(pairs)
+    def _start(
+        self, copies: BlockCopies, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], slots: Sequence[int]
+    ) -> BlockCopy:
+        copy = copies.start(pairs)
         self._last_copy.update(dict.fromkeys(slots, copy))
         return copy
 
     def _make_spare(self) -> None:
-        """Have the disk's thread empty slots until enough are free or about to be."""
+        """Have the disk's thread write what will go next, until enough slots can be lost."""
         if self._disk is None:
             return
-        while self._host.num_free + len(self._departing) < self._num_spare:
+        while self._host.num_spare + len(self._departing) < self._num_spare:
             oldest = self._host.borrow_oldest()
             if oldest is None:
                 break
             block_hash, slot = oldest
             if block_hash in self._disk:
                 self._disk.touch(block_hash)
-                self._host.give_back(slot)
+                self._host.retire(slot, block_hash)
             else:
                 written = self._disk.write(block_hash, self._host.view(slot), after=self._last_copy.get(slot))
                 self._departing.append(_DiskMove(block_hash=block_hash, slot=slot, is_right=written))
@@ -303,6 +317,7 @@ def open_cold_blocks(config: EngineConfig, cache: PagedKvCache) -> ColdBlocks | 
         )
     return ColdBlocks(
         cache,
+        BlockCopies(cache.tensor.device),
         BlockCopies(cache.tensor.device),
         num_host_slots=num_host_slots,
         num_disk_slots=config.disk_kv_cache_bytes // block_bytes,

@@ -20,6 +20,8 @@ from weir.engine.huge_pages import prefer_huge_pages
 class HostBlocks:
     """A slot is free, or holds content that can be found, or is lent: then only its borrower may touch it.
 
+    Content that is elsewhere too can be retired: it is still found, and goes before all other.
+
     Args:
         num_slots: blocks of host memory.
         block_bytes: bytes of one.
@@ -48,35 +50,40 @@ class HostBlocks:
         self._free = list(reversed(range(num_slots)))
         self._slot_of: OrderedDict[BlockHash, int] = OrderedDict()
         """The least recently used first."""
+        self._retired: OrderedDict[BlockHash, int] = OrderedDict()
         self._lent: set[int] = set()
 
     def __contains__(self, block_hash: BlockHash) -> bool:
-        return block_hash in self._slot_of
+        return block_hash in self._slot_of or block_hash in self._retired
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
+    def num_spare(self) -> int:
+        """Slots whose loss is none: free ones and those of retired content."""
+        return len(self._free) + len(self._retired)
 
     @property
     def num_used(self) -> int:
-        return len(self._slot_of)
+        return len(self._slot_of) + len(self._retired)
 
     def content(self) -> Iterable[BlockHash]:
-        return self._slot_of.keys()
+        yield from self._slot_of
+        yield from self._retired
 
     def find(self, block_hash: BlockHash) -> int | None:
         """The slot that holds this content, which is now the last to go."""
-        slot = self._slot_of.get(block_hash)
+        slot = self._slot_of.pop(block_hash, None)
+        if slot is None:
+            slot = self._retired.pop(block_hash, None)
         if slot is not None:
-            self._slot_of.move_to_end(block_hash)
+            self._slot_of[block_hash] = slot
         return slot
 
     def borrow(self) -> int | None:
-        """A slot for new content; the least recently used content makes room. None when every slot is lent."""
+        """A slot for new content, for which other makes room if need be. None when every slot is lent."""
         if self._free:
             slot = self._free.pop()
-        elif self._slot_of:
-            dropped, slot = self._slot_of.popitem(last=False)
+        elif content := self._retired or self._slot_of:
+            dropped, slot = content.popitem(last=False)
             self._on_drop(dropped)
         else:
             return None
@@ -84,7 +91,7 @@ class HostBlocks:
         return slot
 
     def borrow_oldest(self) -> tuple[BlockHash, int] | None:
-        """The least recently used content and its slot, where it is not found any more. None when there is none."""
+        """The least recently used content and its slot, where it is not found now. None when all is retired."""
         if not self._slot_of:
             return None
         oldest = self._slot_of.popitem(last=False)
@@ -93,9 +100,15 @@ class HostBlocks:
 
     def keep(self, slot: int, block_hash: BlockHash) -> None:
         """A lent slot holds this content from now on, and is the last to go."""
-        assert block_hash not in self._slot_of, "two slots for one content"
+        assert block_hash not in self, "two slots for one content"
         self._lent.remove(slot)
         self._slot_of[block_hash] = slot
+
+    def retire(self, slot: int, block_hash: BlockHash) -> None:
+        """A lent slot holds this content from now on, and goes before all that is not retired."""
+        assert block_hash not in self, "two slots for one content"
+        self._lent.remove(slot)
+        self._retired[block_hash] = slot
 
     def give_back(self, slot: int) -> None:
         """A lent slot holds nothing."""
@@ -104,8 +117,9 @@ class HostBlocks:
 
     def forget_all(self) -> None:
         """Drop all that can be found; nobody is told."""
-        self._free.extend(self._slot_of.values())
-        self._slot_of.clear()
+        for content in (self._slot_of, self._retired):
+            self._free.extend(content.values())
+            content.clear()
 
     def view(self, slot: int) -> memoryview:
         """The bytes of one slot, writable."""
@@ -114,7 +128,8 @@ class HostBlocks:
     def check_integrity(self, lent: Collection[int]) -> None:
         """Raises AssertionError: says which law is broken. `lent` are the slots that somebody has."""
         assert sorted(lent) == sorted(self._lent), "a host slot is lent to nobody, or to two"
-        slots = [*self._free, *self._slot_of.values(), *self._lent]
+        assert not self._slot_of.keys() & self._retired.keys(), "two slots for one content"
+        slots = [*self._free, *self._slot_of.values(), *self._retired.values(), *self._lent]
         assert sorted(slots) == list(range(self.num_slots)), "a host slot is lost, or is two things at once"
 
 

@@ -103,6 +103,8 @@ class KvCacheManager:
         num_new = self.blocks_for(sequence.num_tokens) - len(match.block_ids)
         if not self._has_room(num_new + match.num_free, keep_watermark):
             return False
+        if self.cold is not None:
+            self.cold.touch(match.cold_hashes)  # what the new blocks held may need their room
         self._adopt(sequence, match)
         sequence.block_ids.extend(self.pool.allocate(num_new))
         for hold_id in sequence.hold_ids:
