@@ -23,6 +23,9 @@ from weir.core.errors import ConfigError
         ("num_threads", 0),
         ("gpu_memory_utilization", 0.0),
         ("gpu_memory_utilization", 1.5),
+        ("host_kv_cache_bytes", -1),
+        ("host_kv_cache_bytes", 1.5),
+        ("disk_kv_cache_bytes", -1),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(field: str, value: object) -> None:
@@ -31,6 +34,21 @@ def test_values_out_of_range_are_refused_by_name(field: str, value: object) -> N
     assert caught.value.param == field
     assert field in caught.value.message
     assert str(value) in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("field", "settings"),
+    [
+        ("host_kv_cache_bytes", {"host_kv_cache_bytes": 4096, "enable_prefix_caching": False}),
+        ("disk_kv_cache_bytes", {"disk_kv_cache_bytes": 4096}),
+        ("disk_kv_cache_dir", {"host_kv_cache_bytes": 4096, "disk_kv_cache_bytes": 4096}),
+    ],
+)
+def test_tiers_that_cannot_work_are_refused_by_name(field: str, settings: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_config(**settings)
+    assert caught.value.param == field
+    assert "4096" in caught.value.message
 
 
 def test_token_budget_is_never_below_the_number_of_sequences() -> None:

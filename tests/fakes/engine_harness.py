@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from tests.fakes.late_copies import LateCopies, LateDevice, LateExecutor
 from tests.fakes.model_runner import FakeModelRunner, expected_output, make_config
 from weir.core.errors import WeirError
 from weir.core.request import FinishReason, SequenceRequest, TokenLogprobs
+from weir.engine.cold_blocks import ColdBlocks
 from weir.engine.engine import Engine
 from weir.engine.outbox import News
 from weir.engine.prefill_run import PrefillProgress
@@ -18,9 +22,13 @@ from weir.engine.token_stream import SequenceNews
 class EngineHarness:
     """Settings are those of `EngineConfig`. Readers are the sequence ids themselves.
 
+    Args:
+        num_host_slots, num_disk_slots: blocks of the tiers under the pool; runs of any length are brought back.
+
     Attributes:
         runs_ahead: of the class: whether a new harness, unless told otherwise, launches a step before it takes the
             results of the one before.
+        device, saves, loads, disk: what moves blocks between tiers, when a test says so.
         now_s: the engine's clock.
         tokens, finish, errors, prompt_logprobs: what each sequence has heard.
         progress: of each prefill, everything it has heard.
@@ -28,11 +36,34 @@ class EngineHarness:
 
     runs_ahead = False
 
-    def __init__(self, *, runs_ahead: bool | None = None, **settings: object) -> None:
+    def __init__(
+        self,
+        *,
+        runs_ahead: bool | None = None,
+        num_host_slots: int = 0,
+        num_disk_slots: int = 0,
+        **settings: object,
+    ) -> None:
         config = make_config(**settings)
         self.runner = FakeModelRunner(config, runs_ahead=self.runs_ahead if runs_ahead is None else runs_ahead)
         self.now_s = 0.0
-        self.engine = Engine(self.runner, config, deliver=self._collect, clock=lambda: self.now_s)
+        self.device, self.disk = LateDevice(), LateExecutor()
+        self.saves, self.loads = LateCopies(self.device), LateCopies(self.device)
+        self.runner.before_execute = self.device.begin_step
+        self.cold: ColdBlocks | None = None
+        if num_host_slots:
+            self.cold = ColdBlocks(
+                self.runner.cache,
+                self.saves,
+                self.loads,
+                num_host_slots=num_host_slots,
+                num_disk_slots=num_disk_slots,
+                disk_directory=Path(tempfile.gettempdir()),
+                executor=self.disk,
+                min_loaded_tokens=1,
+                clock=lambda: self.now_s,
+            )
+        self.engine = Engine(self.runner, config, deliver=self._collect, cold=self.cold, clock=lambda: self.now_s)
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
         self.cached: dict[str, int] = {}
@@ -58,11 +89,14 @@ class EngineHarness:
             self.engine.check_integrity()
 
     def run(self, max_steps: int = 10_000) -> None:
-        """Step until nothing can be computed."""
+        """Step until nothing can be computed; what is moved between tiers comes when nothing else can be done."""
         for _ in range(max_steps):
             self.now_s += 1
             if not self.engine.step():
-                break
+                if not self.engine.is_loading:
+                    break
+                self.disk.do()
+                self.loads.do()
         else:
             raise AssertionError("the engine does not come to an end")
         self.engine.check_integrity()

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 from weir.core.block_hash import BlockHash
+from weir.engine.cold_blocks import ColdBlocks
 from weir.engine.kv_events import KvEventLog, KvEvents
 
 NOT_FREE = -1
@@ -24,9 +25,10 @@ class BlockPool:
 
     Args:
         num_blocks: blocks are numbered 0 to `num_blocks - 1`; at the start all are free, in that order.
+        cold: takes what allocated blocks held. To the reader of events it is the same whether content is here or there.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, cold: ColdBlocks | None = None) -> None:
         if num_blocks < 1:
             raise ValueError(f"a pool of {num_blocks} blocks")
         self.num_blocks = num_blocks
@@ -39,6 +41,10 @@ class BlockPool:
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: dict[int, BlockHash] = {}
         self._events = KvEventLog(capacity=num_blocks)
+        self._is_worth_saving = bytearray(num_blocks)
+        self._cold = cold
+        if cold is not None:
+            cold.on_drop = self._note_dropped
 
     @property
     def num_referenced(self) -> int:
@@ -59,7 +65,7 @@ class BlockPool:
         return self._ref_counts[block_id]
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Take blocks from the head of the free list, one reference each; what they held is forgotten.
+        """Take blocks from the head of the free list, one reference each; what they held is forgotten here.
 
         The caller has made sure that `num_free` covers it.
         """
@@ -68,9 +74,12 @@ class BlockPool:
         for _ in range(num_blocks):
             block_id = self._next[self.num_blocks]
             self._unlink(block_id)
-            self._forget(block_id)
             self._ref_counts[block_id] = 1
             taken.append(block_id)
+        if self._cold is not None:
+            self._save(taken, self._cold)
+        for block_id in taken:
+            self._forget(block_id)
         return taken
 
     def acquire(self, block_ids: Sequence[int]) -> None:
@@ -82,6 +91,9 @@ class BlockPool:
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Give back one reference of each block of a chain, given in the chain's order."""
+        if self._cold is not None and self._cold.is_worth_loading(len(block_ids)):
+            for block_id in block_ids:
+                self._is_worth_saving[block_id] = True
         for block_id in reversed(block_ids):
             count = self._ref_counts[block_id] - 1
             assert count >= 0, f"block {block_id} released more often than referenced"
@@ -99,7 +111,8 @@ class BlockPool:
         if block_hash not in self._block_of and block_id not in self._hash_of:
             self._block_of[block_hash] = block_id
             self._hash_of[block_id] = block_hash
-            self._events.record_stored(block_hash)
+            if self._cold is None or block_hash not in self._cold:
+                self._events.record_stored(block_hash)
 
     def forget_all(self) -> bool:
         """Empty the prefix cache; False, and nothing changed, while any block is referenced."""
@@ -107,15 +120,17 @@ class BlockPool:
             return False
         self._block_of.clear()
         self._hash_of.clear()
+        if self._cold is not None:
+            self._cold.forget_all()
         self._events.restart()
         return True
 
     def content(self) -> tuple[BlockHash, ...]:
-        """Hashes of every block that holds any, referenced or free."""
-        return tuple(self._block_of)
+        """Hashes of every block that holds any, referenced or free, and of cold ones."""
+        return tuple(self._all_content())
 
     def take_events(self) -> KvEvents:
-        return self._events.take(self._block_of)
+        return self._events.take(self._all_content())
 
     def restart_events(self) -> None:
         """The reader lost what it took; its next events start from the whole content."""
@@ -168,7 +183,28 @@ class BlockPool:
         self.num_free -= 1
 
     def _forget(self, block_id: int) -> None:
+        self._is_worth_saving[block_id] = False
         block_hash = self._hash_of.pop(block_id, None)
         if block_hash is not None:
             del self._block_of[block_hash]
+            if self._cold is None or block_hash not in self._cold:
+                self._events.record_removed(block_hash)
+
+    def _all_content(self) -> Iterator[BlockHash]:
+        yield from self._block_of
+        if self._cold is not None:
+            yield from (block_hash for block_hash in self._cold.content() if block_hash not in self._block_of)
+
+    def _save(self, block_ids: Sequence[int], cold: ColdBlocks) -> None:
+        """Before anybody overwrites them."""
+        cold.save(
+            [
+                (block_id, self._hash_of[block_id])
+                for block_id in block_ids
+                if self._is_worth_saving[block_id] and block_id in self._hash_of
+            ]
+        )
+
+    def _note_dropped(self, block_hash: BlockHash) -> None:
+        if block_hash not in self._block_of:
             self._events.record_removed(block_hash)

@@ -27,6 +27,8 @@ class EngineConfig:
         kv_cache_dtype: auto is `dtype`, or float16 where weights are quantised.
         num_blocks: size of the KV pool; wins over `kv_cache_memory_bytes`.
         kv_cache_memory_bytes: memory of the KV pool; None is a share of what is free.
+        host_kv_cache_bytes: host memory for blocks that the pool had to give up; 0 keeps none.
+        disk_kv_cache_bytes: of a file in `disk_kv_cache_dir`, for those that host memory had to give up; 0 keeps none.
         device: auto is the emptiest GPU with room for `gpu_memory_utilization`, or a CPU where there is no GPU; cuda is
             never a CPU; cuda:N is that GPU, whoever else uses it.
         gpu_memory_utilization: on CUDA, the share of the device's memory that weights, activations and KV may take.
@@ -53,6 +55,9 @@ class EngineConfig:
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
+    host_kv_cache_bytes: int = 0
+    disk_kv_cache_bytes: int = 0
+    disk_kv_cache_dir: Path | None = None
     gpu_memory_utilization: float = 0.9
     device_claim_dir: Path = Path("~/.cache/weir/devices")
     cuda_graphs: bool = True
@@ -92,6 +97,11 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1", param=name)
+        for name in ("host_kv_cache_bytes", "disk_kv_cache_bytes"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 0", param=name)
+        self._check_tiers()
         for name in ("gpu_memory_utilization", "compute_share"):
             value = getattr(self, name)
             if not 0 < value <= 1:
@@ -101,6 +111,25 @@ class EngineConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs, "
                 f"{self.max_num_seqs}, or running sequences would starve each other",
                 param="max_num_batched_tokens",
+            )
+
+    def _check_tiers(self) -> None:
+        if self.host_kv_cache_bytes and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"host_kv_cache_bytes is {self.host_kv_cache_bytes}; it must be 0 without enable_prefix_caching: "
+                "blocks are found again by their content",
+                param="host_kv_cache_bytes",
+            )
+        if self.disk_kv_cache_bytes and not self.host_kv_cache_bytes:
+            raise ConfigError(
+                f"disk_kv_cache_bytes is {self.disk_kv_cache_bytes}; with host_kv_cache_bytes 0 it must be 0: blocks "
+                "reach the disk through host memory",
+                param="disk_kv_cache_bytes",
+            )
+        if self.disk_kv_cache_bytes and self.disk_kv_cache_dir is None:
+            raise ConfigError(
+                f"disk_kv_cache_dir is not set; disk_kv_cache_bytes {self.disk_kv_cache_bytes} needs a directory",
+                param="disk_kv_cache_dir",
             )
 
     def device_type(self) -> str:

@@ -21,6 +21,7 @@ from weir.core.errors import (
 )
 from weir.core.request import FirstToken, SequenceRequest
 from weir.engine.claim import Denial, Grant, ImportTarget
+from weir.engine.cold_blocks import ColdBlocks
 from weir.engine.config import EngineConfig
 from weir.engine.kv_cache_manager import KvCacheManager
 from weir.engine.kv_events import KvEvents
@@ -44,11 +45,18 @@ class Engine:
 
     Args:
         deliver: takes the news; called by the engine's own thread.
+        cold: what is under the pool of KV blocks; None is nothing.
         clock: the one that deadlines are on.
     """
 
     def __init__(
-        self, runner: Runner, config: EngineConfig, *, deliver: Deliver, clock: Clock = time.monotonic
+        self,
+        runner: Runner,
+        config: EngineConfig,
+        *,
+        deliver: Deliver,
+        cold: ColdBlocks | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         self.runner = runner
         self.meter = EngineMeter(clock())
@@ -60,8 +68,10 @@ class Engine:
             num_blocks=runner.num_blocks,
             block_size=runner.layout.block_size,
         )
+        if cold is not None:
+            cold.token_s = self.meter.token_s
         self._cache = KvCacheManager(
-            runner.num_blocks, runner.layout.block_size, enable_prefix_caching=config.enable_prefix_caching
+            runner.num_blocks, runner.layout.block_size, enable_prefix_caching=config.enable_prefix_caching, cold=cold
         )
         self._scheduler = Scheduler(
             self._cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.token_budget()
@@ -203,7 +213,7 @@ class Engine:
 
     def step(self) -> bool:
         """One round for everybody: launch a step, then take the results of the one before, or of this one where the
-        runner does not run ahead. False when nothing could be computed: then only a command can change that.
+        runner does not run ahead. False when nothing could be computed: only commands and loads can change that.
         """
         self._expire()
         schedule = self._scheduler.schedule()
@@ -228,6 +238,11 @@ class Engine:
             step, self._step = self._step, None
             self._collect(step)
         return True
+
+    @property
+    def is_loading(self) -> bool:
+        """Cold blocks are on their way, for which somebody waits."""
+        return self._scheduler.num_loading > 0
 
     def rest_s(self) -> float:
         """How long to leave the cores to those who compute KV for sequences here."""
@@ -266,29 +281,7 @@ class Engine:
 
     def update_stats(self) -> None:
         """Replace the snapshot `stats`."""
-        scheduler, cache, meter = self._scheduler, self._cache, self.meter
-        self.stats = EngineStats(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_deferred=scheduler.num_deferred,
-            num_importing=scheduler.num_importing,
-            queued_tokens=scheduler.num_queued_tokens,
-            free_blocks=cache.num_available_blocks,
-            total_blocks=cache.pool.num_blocks,
-            held_blocks=cache.num_held_blocks,
-            num_holds=cache.num_holds,
-            prefix_cache_queries=meter.prefix_cache_queries,
-            prefix_cache_hits=meter.prefix_cache_hits,
-            num_prompt_tokens=meter.num_prompt_tokens,
-            num_imported_tokens=meter.num_imported_tokens,
-            num_generation_tokens=meter.num_generation_tokens,
-            num_preemptions=scheduler.num_preemptions,
-            num_steps=meter.num_steps,
-            has_work=meter.has_work,
-            last_step_ended_s=meter.last_step_ended_s,
-            longest_recent_step_s=meter.longest_recent_step_s,
-            failure=meter.failure,
-        )
+        self.stats = EngineStats.of(self._scheduler, self._cache, self.meter)
 
     def check_integrity(self) -> None:
         """Costs a walk of the whole pool.
@@ -299,6 +292,7 @@ class Engine:
         states = [sequence.state for sequence in self._sequences.values()]
         assert SequenceState.ENDED not in states, "an ended sequence is remembered"
         assert states.count(SequenceState.WAITING) == self._scheduler.num_waiting, "waiting sequences are miscounted"
+        assert states.count(SequenceState.LOADING) == self._scheduler.num_loading, "loading sequences are miscounted"
         assert states.count(SequenceState.RUNNING) == self._scheduler.num_running, "running sequences are miscounted"
         for hold_id, sequence in self._hold_owners.items():
             assert hold_id in sequence.hold_ids, f"hold {hold_id} is not of {sequence.sequence_id}"

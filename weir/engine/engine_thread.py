@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from weir.core.deadline import Clock
 from weir.core.errors import HopFailedError, UnavailableError, WeirError
+from weir.engine.cold_blocks import LOAD_POLL_S, open_cold_blocks
 from weir.engine.config import EngineConfig
 from weir.engine.engine import Engine
 from weir.engine.kv_events import KvEvents
@@ -153,7 +154,11 @@ class EngineThread:
             runner = self._load_runner(self._config)
             runner.warm_up()
             self.engine = Engine(
-                runner, self._config, deliver=lambda news: self._to_loop(self._deliver, news), clock=self._clock
+                runner,
+                self._config,
+                deliver=lambda news: self._to_loop(self._deliver, news),
+                cold=open_cold_blocks(self._config, runner.cache),
+                clock=self._clock,
             )
         except Exception as exc:
             logger.debug("the engine could not start", exc_info=True)
@@ -181,11 +186,15 @@ class EngineThread:
         return False
 
     def _idle(self, engine: Engine) -> bool:
-        """Nothing can be computed: sleep until commands come, and run them, or until a deadline. False means stop."""
+        """Nothing can be computed: sleep until commands come, and run them, or until a deadline or a look after loads.
+
+        False means stop.
+        """
         try:
             command = self._inbox.get(timeout=self._idle_timeout_s(engine))
         except queue.Empty:
-            self._check_idle(engine)
+            if not engine.is_loading:
+                self._check_idle(engine)
             return True
         return self._run_commands(engine, command)
 
@@ -222,6 +231,8 @@ class EngineThread:
     def _idle_timeout_s(self, engine: Engine) -> float | None:
         if engine.meter.failure is not None:
             return None
+        if engine.is_loading:
+            return LOAD_POLL_S
         bounds = (engine.seconds_to_deadline(), None if self._is_checked else IDLE_CHECK_AFTER_S)
         return min((bound for bound in bounds if bound is not None), default=None)
 

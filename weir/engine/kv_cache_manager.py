@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from weir.core.block_hash import BlockHash
 from weir.engine.block_pool import BlockPool
+from weir.engine.cold_blocks import ColdBlocks
 from weir.engine.sequence import Sequence
 
 
@@ -19,11 +21,13 @@ class PrefixMatch:
 
     Attributes:
         num_free: how many of them nobody references: taking them shrinks the free list too.
+        cold_hashes: what follows and is worth bringing back from under the pool.
     """
 
     block_ids: tuple[int, ...] = ()
     num_tokens: int = 0
     num_free: int = 0
+    cold_hashes: tuple[BlockHash, ...] = ()
 
 
 class KvCacheManager:
@@ -31,10 +35,14 @@ class KvCacheManager:
 
     Args:
         enable_prefix_caching: off means that nothing is hashed and nothing is found.
+        cold: what is under the pool.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
-        self.pool = BlockPool(num_blocks)
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, cold: ColdBlocks | None = None
+    ) -> None:
+        self.pool = BlockPool(num_blocks, cold)
+        self.cold = cold
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._owners: set[Sequence] = set()
@@ -71,26 +79,54 @@ class KvCacheManager:
         sequence.extend_hashes(self.block_size)
         found: list[int] = []
         num_free = 0
-        for block_hash in sequence.block_hashes[: max_tokens // self.block_size]:
+        wanted = sequence.block_hashes[: max_tokens // self.block_size]
+        for block_hash in wanted:
             block_id = self.pool.find(block_hash)
             if block_id is None:
                 break
             found.append(block_id)
             num_free += self.pool.ref_count(block_id) == 0
-        return PrefixMatch(block_ids=tuple(found), num_tokens=len(found) * self.block_size, num_free=num_free)
+        missing = wanted[len(found) :]
+        return PrefixMatch(
+            block_ids=tuple(found),
+            num_tokens=len(found) * self.block_size,
+            num_free=num_free,
+            cold_hashes=tuple(missing[: self.cold.find_run(missing)]) if self.cold is not None else (),
+        )
 
     def allocate(self, sequence: Sequence, match: PrefixMatch, *, keep_watermark: bool) -> bool:
         """Give a sequence without blocks its whole table: `match` and new blocks for its other known tokens.
 
-        Its holds, if it has any, take their own references. False, and nothing changed, when the blocks are not there.
+        Its holds, if it has any, take their own references. What is cold of its prefix is on its way then: nobody may
+        use the table before `finish_load`. False, and nothing changed, when the blocks are not there.
         """
         num_new = self.blocks_for(sequence.num_tokens) - len(match.block_ids)
         if not self._has_room(num_new + match.num_free, keep_watermark):
             return False
+        if self.cold is not None:
+            self.cold.touch(match.cold_hashes)  # what the new blocks held may need their room
         self._adopt(sequence, match)
         sequence.block_ids.extend(self.pool.allocate(num_new))
         for hold_id in sequence.hold_ids:
             self._hold(hold_id, tuple(sequence.block_ids))
+        if match.cold_hashes and self.cold is not None:
+            first, end = len(match.block_ids), len(match.block_ids) + len(match.cold_hashes)
+            sequence.load = self.cold.start_load(match.cold_hashes, sequence.block_ids[first:end])
+        return True
+
+    def finish_load(self, sequence: Sequence) -> bool:
+        """Whether the cold part of its prefix is in place, and counted; what is lost of it will be computed."""
+        load = sequence.load
+        if load is None:
+            return True
+        assert self.cold is not None
+        self.cold.advance(load)
+        if not load.is_done:
+            return False
+        self.cold.finish(load)
+        sequence.load = None
+        sequence.num_computed_tokens += len(load.block_hashes) * self.block_size
+        self.publish(sequence)
         return True
 
     def grow(self, sequence: Sequence) -> bool:
@@ -142,6 +178,9 @@ class KvCacheManager:
     def release(self, sequence: Sequence) -> None:
         """Take back the table and the promise of a sequence that ends or starts over. Its holds stay."""
         self._drop_claim(sequence)
+        if sequence.load is not None and self.cold is not None:
+            self.cold.give_up(sequence.load)
+            sequence.load = None
         self.pool.release(sequence.block_ids)
         sequence.block_ids = []
         sequence.num_computed_tokens = 0
@@ -163,6 +202,8 @@ class KvCacheManager:
     def check_integrity(self) -> None:
         """Raises AssertionError: says which law is broken."""
         self.pool.check_integrity()
+        if self.cold is not None:
+            self.cold.check_integrity()
         expected: Counter[int] = Counter()
         for sequence in self._owners:
             expected.update(sequence.block_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from weir.core.errors import InvalidRequestError, WeirError
 from weir.core.request import FinishReason, RequestId, SamplingParams, SequenceRequest, TokenLogprobs
+from weir.engine.cold_blocks import LOAD_POLL_S, open_cold_blocks
 from weir.engine.config import EngineConfig
 from weir.engine.engine import Engine
 from weir.engine.outbox import News
@@ -66,7 +68,8 @@ class LLM:
         self._model_dir = config.model_dir
         runner = load_runner(config)
         runner.warm_up()
-        self._engine = Engine(runner, config, deliver=self._collect)
+        cold = open_cold_blocks(config, runner.cache)
+        self._engine = Engine(runner, config, deliver=self._collect, cold=cold)
         self._tokenizer: Tokenizer | None = None
         self._open: dict[str, Generation] = {}
         self._error: WeirError | None = None
@@ -113,8 +116,9 @@ class LLM:
         try:
             generations = [self._start(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
             while self._open and self._error is None:
-                has_worked = self._engine.step()
-                assert has_worked or not self._open, "sequences wait for blocks that nobody has"
+                if not self._engine.step() and self._open:
+                    assert self._engine.is_loading, "sequences wait for blocks that nobody has"
+                    time.sleep(LOAD_POLL_S)
             if self._error is not None:
                 raise self._error
         finally:

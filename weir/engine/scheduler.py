@@ -42,7 +42,7 @@ class Schedule:
 
     Attributes:
         chunks: who computes; no sequence twice.
-        admitted: those of them that got their blocks in this step.
+        admitted: who has left the waiting line and may compute from this step on.
         is_short: somebody was left out since nobody may be preempted while steps are under way.
     """
 
@@ -55,23 +55,25 @@ class Scheduler:
     """First come, first served within a priority; decodes first, then prompts under way, then waiting ones.
 
     A waiting sequence whose next block is being filled in this very step waits for the next one and finds it cached: so
-    a prefix that many share is computed once, and nobody waits for work that does not move.
+    a prefix that many share is computed once, and nobody waits for work that does not move. The same is true of a block
+    that is being loaded: whoever is admitted with a cold prefix has a seat and its blocks, and no turn before they are
+    there.
 
     A sequence gets the blocks of all its known tokens when it is admitted, so only decoding can run out of blocks. Then
     the least urgent, newest sequence is preempted: it loses its blocks, keeps its tokens and is recomputed later. A
-    prefill that serves a hand-off never grows, so it is never preempted; neither is a claim or an import.
+    prefill that serves a hand-off never grows, so it is never preempted; neither is a claim, an import or a load.
 
     A step may be scheduled while the one before it is still under way. Its sequences then count what was launched as
     computed and the tokens it will choose as late; nobody is preempted meanwhile, and the blocks of a sequence that
     ends are given back when the last step that writes them is over.
 
     Args:
-        max_num_seqs: most sequences with a seat; running ones, claims and imports have one.
+        max_num_seqs: most sequences with a seat; running ones, loads, claims and imports have one.
         max_num_batched_tokens: most tokens of a step.
 
     Attributes:
         num_preemptions: so far.
-        num_deferred: waiting sequences that the latest step put off for a prefix that it computes.
+        num_deferred: waiting sequences that the latest step put off for a prefix that it computes, or that is loaded.
     """
 
     def __init__(self, cache: KvCacheManager, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -80,6 +82,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._waiting = SequenceQueue(lambda sequence: sequence.sort_key)
         self._running: list[Sequence] = []
+        self._loading: dict[str, Sequence] = {}
         self._importing: dict[str, Sequence] = {}
         self._launched: set[ScheduledChunk] = set()
         self._num_waiting_tokens = 0
@@ -95,14 +98,18 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def num_loading(self) -> int:
+        return len(self._loading)
+
+    @property
     def num_importing(self) -> int:
         """Claims and imports."""
         return len(self._importing)
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens known and not computed, of waiting sequences and of those that are still catching up."""
-        uncomputed = (sequence.num_uncomputed_tokens for sequence in self._running)
+        """Tokens known and not computed, of waiting and loading sequences and of those that are still catching up."""
+        uncomputed = (sequence.num_uncomputed_tokens for sequence in (*self._running, *self._loading.values()))
         return self._num_waiting_tokens + sum(count for count in uncomputed if count > 1)
 
     def add(self, sequence: Sequence) -> None:
@@ -157,6 +164,9 @@ class Scheduler:
                 self._unseat(sequence)
                 if not sequence.num_launched_tokens:
                     self._cache.release(sequence)
+            case SequenceState.LOADING:
+                del self._loading[sequence.sequence_id]
+                self._cache.release(sequence)
             case SequenceState.CLAIMED | SequenceState.IMPORTING:
                 del self._importing[sequence.sequence_id]
                 self._cache.release(sequence)
@@ -171,6 +181,7 @@ class Scheduler:
         budget = self._max_num_batched_tokens
         chunks: list[ScheduledChunk] = []
         is_short = False
+        admitted = self._join_loaded()
         for sequence in [s for s in self._running if s.num_uncomputed_tokens == 1]:
             if budget == 0:
                 break
@@ -187,7 +198,8 @@ class Scheduler:
             if sequence.num_uncomputed_tokens > 1:
                 chunks.append(self._chunk(sequence, budget))
                 budget -= chunks[-1].num_tokens
-        admitted = self._admit(budget, chunks) if not is_short else []
+        if not is_short:
+            admitted += self._admit(budget, chunks)
         return Schedule(chunks=tuple(chunks), admitted=tuple(admitted), is_short=is_short)
 
     def launch(self, chunk: ScheduledChunk) -> None:
@@ -219,7 +231,10 @@ class Scheduler:
             assert 0 <= sequence.num_computed_tokens < sequence.num_tokens, f"{sequence.sequence_id} has nothing to do"
         assert self._running == sorted(self._running, key=lambda s: s.sort_key), "running sequences are out of order"
         assert self._num_seated <= self._max_num_seqs, "more sequences have a seat than may"
-        seated = {*self._running, *self._importing.values()}
+        for sequence in self._loading.values():
+            assert sequence.state is SequenceState.LOADING, f"{sequence.sequence_id} is loaded as {sequence.state}"
+            assert sequence.load is not None, f"{sequence.sequence_id} waits for no load"
+        seated = {*self._running, *self._loading.values(), *self._importing.values()}
         for owner in self._cache.owners():
             is_ending = owner.state is SequenceState.ABANDONED or (
                 owner.state is SequenceState.ENDED and owner.num_launched_tokens > 0
@@ -236,11 +251,27 @@ class Scheduler:
 
     @property
     def _num_seated(self) -> int:
-        return len(self._running) + len(self._importing)
+        return len(self._running) + len(self._loading) + len(self._importing)
+
+    def _join_loaded(self) -> list[Sequence]:
+        """Let those run whose cold blocks have come."""
+        if self._cache.cold is not None:
+            self._cache.cold.poll()
+        joined = [sequence for sequence in self._loading.values() if self._cache.finish_load(sequence)]
+        for sequence in joined:
+            del self._loading[sequence.sequence_id]
+            self._join(sequence)
+        return joined
+
+    def _join(self, sequence: Sequence) -> None:
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+        self._run(sequence)
 
     def _admit(self, budget: int, chunks: list[ScheduledChunk]) -> list[Sequence]:
         """Give waiting sequences seats and blocks while there are any, and add their chunks."""
         filling = {block_hash for chunk in (*self._launched, *chunks) for block_hash in self._filled_by(chunk)}
+        filling.update(*(sequence.load.block_hashes for sequence in self._loading.values() if sequence.load))
         admitted: list[Sequence] = []
         deferred: list[Sequence] = []
         for _ in range(self._max_num_seqs):  # Also bounds how many are looked at in vain.
@@ -260,9 +291,12 @@ class Scheduler:
                 break
             self._waiting.discard(sequence)
             self._num_waiting_tokens -= sequence.num_tokens
-            if sequence.num_cached_tokens is None:
-                sequence.num_cached_tokens = match.num_tokens
-            self._run(sequence)
+            if not self._cache.finish_load(sequence):
+                sequence.state = SequenceState.LOADING
+                self._loading[sequence.sequence_id] = sequence
+                filling.update(match.cold_hashes)
+                continue
+            self._join(sequence)
             admitted.append(sequence)
             chunks.append(self._chunk(sequence, budget))
             budget -= chunks[-1].num_tokens

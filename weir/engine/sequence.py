@@ -12,17 +12,19 @@ from typing import Any
 from weir.core.block_hash import BlockHash, hash_block, root_hash
 from weir.core.errors import WeirError
 from weir.core.request import FinishReason, SamplingParams, SequenceRequest, TokenLogprobs
+from weir.engine.prefix_load import PrefixLoad
 
 
 class SequenceState(Enum):
     """Where a sequence stands.
 
-    WAITING owns no block; CLAIMED references its prefix and has a count promised; IMPORTING owns blocks that a transfer
-    writes; RUNNING computes; ENDED owns none. ABANDONED ended while a transfer may still write its blocks: they are
-    kept until the writer says that it has stopped.
+    WAITING owns no block; LOADING owns blocks into which its cold prefix comes back; CLAIMED references its prefix and
+    has a count promised; IMPORTING owns blocks that a transfer writes; RUNNING computes; ENDED owns none. ABANDONED
+    ended while a transfer may still write its blocks: they are kept until the writer says that it has stopped.
     """
 
     WAITING = "waiting"
+    LOADING = "loading"
     CLAIMED = "claimed"
     IMPORTING = "importing"
     RUNNING = "running"
@@ -66,6 +68,7 @@ class Sequence:
         block_hashes: of the full blocks of `token_ids`, as far as anyone asked for them.
         num_published_blocks: leading blocks whose content the pool knows.
         num_claimed_blocks: promised and not yet allocated.
+        load: what of its prefix is coming back from under the pool.
         output_counts: how often each token occurs in the output, resumed output included.
         num_prompt_logprobs: prompt positions whose log-probabilities are known; a preemption forgets none.
         prompt_logprobs: those of them that have not been delivered.
@@ -81,6 +84,7 @@ class Sequence:
         "choices",
         "error",
         "hold_ids",
+        "load",
         "num_cached_tokens",
         "num_claimed_blocks",
         "num_computed_tokens",
@@ -138,6 +142,7 @@ class Sequence:
         self.block_hashes: list[BlockHash] = []
         self.num_published_blocks = 0
         self.num_claimed_blocks = 0
+        self.load: PrefixLoad | None = None
 
     @property
     def sequence_id(self) -> str:

@@ -56,6 +56,15 @@ class WorkerConfig:
         help="memory of the KV pool; none: on a CPU 320 MiB or one longest sequence, else gpu_memory_utilization",
         minimum=1,
     )
+    host_kv_cache_bytes: int = setting(
+        0, help="host memory for KV blocks that the pool had to give up; 0 keeps none", minimum=0
+    )
+    disk_kv_cache_bytes: int = setting(
+        0, help="file for KV blocks that host memory had to give up; 0 keeps none", minimum=0
+    )
+    disk_kv_cache_dir: Path | None = setting(
+        None, help="where that file is made, without a name: it goes with the process"
+    )
     gpu_memory_utilization: float = setting(0.9, help="share of the GPU's memory to use", minimum=0.05, maximum=1.0)
     device_claim_dir: Path = setting(
         Path("~/.cache/weir/devices"), help="where workers of one host write down which share of which GPU they take"
@@ -131,6 +140,9 @@ class WorkerConfig:
             block_size=self.block_size,
             num_blocks=self.num_blocks,
             kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            host_kv_cache_bytes=self.host_kv_cache_bytes,
+            disk_kv_cache_bytes=self.disk_kv_cache_bytes,
+            disk_kv_cache_dir=self.disk_kv_cache_dir,
             gpu_memory_utilization=self.gpu_memory_utilization,
             device_claim_dir=self.device_claim_dir,
             cuda_graphs=self.cuda_graphs,
