@@ -25,7 +25,7 @@ from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from tests.kernels.compile_cases import attention, moe, rows
+from tests.kernels.compile_cases import attention, linear, moe, rows
 from tests.kernels.compile_cases.case import Case
 
 LIMITS = Path(__file__).with_suffix(".json")
@@ -34,13 +34,13 @@ TARGETS = {**NVIDIA, **({"gfx942": GPUTarget("hip", "gfx942", 64)} if "amd" in b
 
 
 def cases() -> Iterator[Case]:
-    return itertools.chain.from_iterable(group.cases() for group in (attention, rows, moe))
+    return itertools.chain.from_iterable(group.cases() for group in (attention, linear, rows, moe))
 
 
 def resources(case: Case, target: GPUTarget) -> dict[str, int]:
     """Registers a thread; bytes a thread spills; shared bytes of a program."""
     names = case.kernel.arg_names
-    aligned = [name for name, type in case.types.items() if type.startswith("*") or name.endswith("stride")]
+    aligned = [name for name, type in case.types.items() if _is_aligned(case, name, type)]
     source = ASTSource(
         fn=case.kernel,
         signature={name: case.types.get(name, "constexpr") for name in names},
@@ -51,6 +51,10 @@ def resources(case: Case, target: GPUTarget) -> dict[str, int]:
     compiled = triton.compile(source, target=target, options=options)
     registers, spilled = (_of_amdgcn if target.backend == "hip" else _of_cubin)(compiled)
     return {"registers": registers, "spilled_bytes": spilled, "shared_bytes": compiled.metadata.shared}
+
+
+def _is_aligned(case: Case, name: str, type: str) -> bool:
+    return type.startswith("*") or name.endswith("stride") or name in case.aligned
 
 
 def _of_cubin(compiled: CompiledKernel) -> tuple[int, int]:

@@ -13,6 +13,7 @@ class Case:
 
     Attributes:
         types: of the arguments that are no constants; a pointer or a stride is a multiple of 16.
+        aligned: other arguments that are multiples of 16.
         amd_options: what an AMD GPU has instead.
         not_on: names of GPUs that it can't be compiled for.
     """
@@ -23,4 +24,5 @@ class Case:
     constants: Mapping[str, object]
     options: Mapping[str, int] = field(default_factory=dict)
     amd_options: Mapping[str, int] = field(default_factory=dict)
+    aligned: frozenset[str] = frozenset()
     not_on: frozenset[str] = frozenset()
