@@ -1,5 +1,5 @@
-"""See `kernels.linear`: the product by one tile shape for any number of rows, so that what a row gets does not depend on
-the rows beside it. A library of matrix products chooses by the number of rows how it cuts the inputs up, and so how
+"""See `kernels.linear`: the product by one tile shape for any number of rows, so that what a row gets does not depend
+on the rows beside it. A library of matrix products chooses by the number of rows how it cuts the inputs up, and so how
 sums are rounded; it is faster, and used where nobody asks for the same bits in any batch.
 
 A tile of 64 rows does 64 products for two bytes of a 16-bit weight, below what it takes to keep the tensor cores of

@@ -92,7 +92,7 @@ def main() -> None:
     print(json.dumps({"triton": triton.__version__, "kernels": found}, indent=1))
     if args.write:
         known = json.loads(LIMITS.read_text())["kernels"] if args.names else {}
-        limits = {case.name: found.get(case.name) or known[case.name] for case in cases()}
+        limits = {case.name: (known | found)[case.name] for case in cases() if case.name in known | found}
         LIMITS.write_text(json.dumps({"triton": triton.__version__, "kernels": limits}, indent=1) + "\n")
 
 
