@@ -52,6 +52,7 @@ FROM base AS worker-cuda
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 RUN python requirements_of.py worker > /tmp/requirements.txt && pip install -c constraints.txt -r /tmp/requirements.txt
 COPY --from=worker-base /opt/weir /opt/weir
+RUN mkdir /var/lib/weir && chown weir /var/lib/weir
 USER weir
 EXPOSE 9000 9100 9400
 CMD ["python", "-m", "decode_service"]

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from weir.cli.local_cluster import LocalCluster, usable_cores
+from weir.cli.local_cluster import LocalCluster, count_gpus, usable_cores
 from weir.cli.preparation import PreparedModel
 from weir.cli.run_directory import NUM_KEPT, RunDirectory
 from weir.cli.supervisor import ProcessSpec
@@ -28,6 +29,33 @@ def test_workers_of_both_roles_have_their_own_names_and_ports(tmp_path: Path) ->
     assert len({_option(spec, "--worker-id") for spec in specs}) == 5
     assert {_option(spec, "--port") for spec in specs} == {"0"}
     assert {_option(spec, "--model-dir") for spec in specs} == {"/models/m"}
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "settings", "share"),
+    [
+        (1, {}, "0.45"),
+        (2, {}, "0.9"),
+        (2, {"decode": 2}, "0.45"),
+        (1, {"decode": 2}, "0.3"),
+        (1, {"aggregated": True}, "0.9"),
+        (1, {"gpu_memory_utilization": 0.2}, "0.2"),
+    ],
+)
+def test_workers_that_outnumber_the_gpus_share_them(
+    tmp_path: Path, num_gpus: int, settings: dict[str, object], share: str
+) -> None:
+    cluster = replace(_cluster(tmp_path, **settings), num_gpus=num_gpus)
+    assert {_option(spec, "--gpu-memory-utilization") for spec in cluster.workers(MODEL)} == {share}
+
+
+def test_gpus_are_counted_and_a_machine_without_any_says_nothing_of_them(tmp_path: Path) -> None:
+    assert count_gpus(tmp_path / "none") == 0
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / name).mkdir()
+    assert count_gpus(tmp_path) == 2
+    cluster = replace(_cluster(tmp_path), num_gpus=0)
+    assert not any("--gpu-memory-utilization" in spec.argv for spec in cluster.workers(MODEL))
 
 
 def test_aggregated_has_no_prefill_worker(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import sys
@@ -27,10 +28,11 @@ class LocalCluster:
     config: UpConfig
     run: RunDirectory
     secret: str
+    num_gpus: int
 
     @classmethod
     def create(cls, config: UpConfig, run: RunDirectory) -> LocalCluster:
-        return cls(config=config, run=run, secret=secrets.token_hex(32))
+        return cls(config=config, run=run, secret=secrets.token_hex(32), num_gpus=count_gpus())
 
     def redis(self) -> ProcessSpec:
         """An embedded Redis-compatible server on a Unix socket: soft state only, nothing is saved."""
@@ -94,6 +96,8 @@ class LocalCluster:
             options["max-model-len"] = config.max_model_len
         if config.kv_cache_memory_bytes is not None:
             options["kv-cache-memory-bytes"] = config.kv_cache_memory_bytes
+        if self.num_gpus:
+            options["gpu-memory-utilization"] = self._gpu_memory_utilization
         argv = [sys.executable, "-m", f"{role}_service"]
         for option, value in options.items():
             argv.extend((f"--{option}", str(value)))
@@ -117,6 +121,14 @@ class LocalCluster:
         )
 
     @property
+    def _gpu_memory_utilization(self) -> float:
+        """What lets all workers find room, each on the GPU with most left."""
+        if self.config.gpu_memory_utilization is not None:
+            return self.config.gpu_memory_utilization
+        num_workers = self.config.num_prefill + self.config.decode
+        return math.floor(90 / -(-num_workers // self.num_gpus)) / 100
+
+    @property
     def num_threads(self) -> int:
         """Compute threads of one worker: all cores for a pair, since prefill and decode are seldom busy together."""
         if self.config.num_threads is not None:
@@ -131,6 +143,11 @@ class LocalCluster:
     @property
     def _redis_url(self) -> str:
         return self.config.redis or f"unix://{self._redis_socket}"
+
+
+def count_gpus(directory: Path = Path("/proc/driver/nvidia/gpus")) -> int:
+    """NVIDIA GPUs of this machine."""
+    return len(list(directory.iterdir())) if directory.is_dir() else 0
 
 
 def usable_cores() -> int:

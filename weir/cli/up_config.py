@@ -31,6 +31,12 @@ class UpConfig:
     block_size: int = setting(16, help="tokens in a KV block", minimum=1, maximum=4096)
     max_model_len: int | None = setting(None, help="longest sequence; none takes the model's own", minimum=1)
     kv_cache_memory_bytes: int | None = setting(None, help="memory of each worker's KV pool", minimum=1)
+    gpu_memory_utilization: float | None = setting(
+        None,
+        help="share of a GPU's memory for each worker; none: 0.9, or less where workers outnumber the GPUs",
+        minimum=0.05,
+        maximum=1.0,
+    )
     num_threads: int | None = setting(
         None, help="compute threads of each worker; none: all cores for a pair, fewer for more", minimum=1
     )

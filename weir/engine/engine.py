@@ -78,7 +78,7 @@ class Engine:
         )
         self._computation = StepComputation(runner)
         self._step: LaunchedStep | None = None
-        self._compute_share = config.compute_share
+        self._compute_share = 1.0 if runner.runs_ahead else config.compute_share  # a device shares no cores
         self._sequences: dict[str, Sequence] = {}
         self._hold_owners: dict[str, Sequence] = {}
         self._deadlines = SequenceQueue(lambda sequence: (sequence.request.deadline.at_s, sequence.arrival))
