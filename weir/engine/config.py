@@ -8,7 +8,7 @@ from pathlib import Path
 from weir.core.errors import ConfigError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-KV_CACHE_DTYPES = (*DTYPES, "int8")
+KV_CACHE_DTYPES = (*DTYPES, "int8", "fp8")
 DEVICES = ("auto", "cpu", "cuda")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
@@ -22,7 +22,7 @@ class EngineConfig:
     Attributes:
         model_dir: a prepared model directory (`weir.engine.prepare`).
         dtype: of weights and activations; auto is float32 on a CPU, the checkpoint's own on CUDA.
-        kv_cache_dtype: auto is `dtype`, or float16 where weights are quantised.
+        kv_cache_dtype: auto is `dtype`, or float16 where weights are quantised; fp8 needs a GPU that computes with it.
         num_blocks: size of the KV pool; wins over `kv_cache_memory_bytes`.
         kv_cache_memory_bytes: memory of the KV pool; None is a share of what is free.
         gpu_memory_utilization: on CUDA, the share of the device's memory that weights, activations and KV may take.

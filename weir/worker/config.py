@@ -44,7 +44,11 @@ class WorkerConfig:
     )
 
     dtype: str = setting("auto", help="weights and activations", choices=DTYPES)
-    kv_cache_dtype: str = setting("auto", help="keys and values in the cache", choices=KV_CACHE_DTYPES)
+    kv_cache_dtype: str = setting(
+        "auto",
+        help="keys and values in the cache; fp8 on GPUs of compute capability 8.9 or more",
+        choices=KV_CACHE_DTYPES,
+    )
     device: str = setting("auto", help="where the model runs", choices=DEVICES)
     block_size: int = setting(16, help="tokens in a KV block", minimum=1, maximum=4096)
     num_blocks: int | None = setting(None, help="KV blocks in the pool; wins over the memory settings", minimum=1)
