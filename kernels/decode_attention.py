@@ -1,6 +1,6 @@
 """Attention of one new token a sequence over its paged context, the token itself included.
 
-Shapes: query [num_seqs, num_heads, head_dim]; k_cache, v_cache as in `gather_kv_cache`; block_tables
+Shapes: query [num_seqs, num_heads, head_dim]; k_cache, v_cache, kv_scales as in `store_kv_cache`; block_tables
 [num_seqs, max_blocks] int32, entries beyond a sequence's blocks being any valid block; seq_lens [num_seqs] int32, the
 new token counted, or 0 for a row of padding, whose result is zeros. num_heads is a multiple of num_kv_heads. The result
 has query's shape and dtype. With a sliding window a token sees the last `sliding_window` tokens, itself included.
@@ -28,18 +28,20 @@ def decode_attention_reference(
     *,
     scale: float,
     sliding_window: int | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Plain torch, float32 inside: a few neighbours of similar length at a time, so that padding stays within a quarter
     and what was gathered is still in the processor's cache when it is read."""
     num_seqs, num_heads, head_dim = query.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
     grouped = query.float().mul(scale).view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    k_scales, v_scales = (None, None) if kv_scales is None else kv_scales
     num_blocks = [-(-length // block_size) for length in seq_lens.tolist()]
     outputs = []
     for start, end in _similar_runs(num_blocks):
         tables = block_tables[start:end, : max(num_blocks[start:end])]
-        keys = gather_kv_cache(k_cache, tables).float()
-        values = gather_kv_cache(v_cache, tables).float()
+        keys = gather_kv_cache(k_cache, tables, k_scales).float()
+        values = gather_kv_cache(v_cache, tables, v_scales).float()
         ends = seq_lens[start:end, None]
         positions = torch.arange(keys.shape[2], device=query.device)
         unseen = positions >= ends
@@ -72,14 +74,12 @@ def decode_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from `query` [num_seqs, num_heads, head_dim], one row a sequence; the caller owns the result."""
+    arguments = (query, k_cache, v_cache, block_tables, seq_lens)
     if query.is_cuda and k_cache.dtype != torch.int8:
         from kernels.gpu.decode_attention import decode_attention_triton
 
-        return decode_attention_triton(
-            query, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window
-        )
-    return decode_attention_reference(
-        query, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window
-    )
+        return decode_attention_triton(*arguments, scale=scale, sliding_window=sliding_window, kv_scales=kv_scales)
+    return decode_attention_reference(*arguments, scale=scale, sliding_window=sliding_window, kv_scales=kv_scales)

@@ -1,7 +1,7 @@
 """Causal attention of a ragged batch over its paged context: decoding sequences, which come first, and all others.
 
-Shapes: rows [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], of which the queries are read; k_cache, v_cache as
-in `gather_kv_cache`; the batch's tensors as in `decode_attention` and `prefill_attention`. The result is
+Shapes: rows [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], of which the queries are read; k_cache, v_cache,
+kv_scales as in `store_kv_cache`; the batch's tensors as in `decode_attention` and `prefill_attention`. The result is
 [num_tokens, num_heads * head_dim].
 Source: see `decode_attention` and `prefill_attention`.
 """
@@ -24,6 +24,7 @@ def paged_attention_parts(
     v_cache: torch.Tensor,
     *,
     sliding_window: int | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each kind of sequence through its own op."""
     num_kv_heads, head_dim = k_cache.shape[1], head_dim_of(k_cache)
@@ -40,6 +41,7 @@ def paged_attention_parts(
                 batch.seq_lens[:num_decodes],
                 scale=scale,
                 sliding_window=sliding_window,
+                kv_scales=kv_scales,
             )
         )
     if num_decodes < len(batch.seq_lens):
@@ -53,6 +55,7 @@ def paged_attention_parts(
                 batch.seq_lens[num_decodes:],
                 scale=scale,
                 sliding_window=sliding_window,
+                kv_scales=kv_scales,
             )
         )
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
@@ -84,9 +87,10 @@ def paged_attention(
     v_cache: torch.Tensor,
     *,
     sliding_window: int | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> AnyRows:
     """Attend from the queries in `rows`; the caller owns the result."""
     if isinstance(rows, PlannedRows):
         return paged_attention_cpu(rows, k_cache, v_cache, sliding_window=sliding_window)
     assert not isinstance(batch, PlannedBatch)
-    return paged_attention_parts(rows, batch, k_cache, v_cache, sliding_window=sliding_window)
+    return paged_attention_parts(rows, batch, k_cache, v_cache, sliding_window=sliding_window, kv_scales=kv_scales)

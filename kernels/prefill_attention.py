@@ -1,10 +1,10 @@
 """Causal attention of several new tokens a sequence over its paged context, themselves included.
 
 Shapes: query [num_tokens, num_heads, head_dim], the rows of sequence i being cu_seqlens_q[i] to cu_seqlens_q[i + 1];
-k_cache, v_cache as in `gather_kv_cache`; block_tables [num_seqs, max_blocks] int32; cu_seqlens_q [num_seqs + 1] int32;
-seq_lens [num_seqs] int32, computed tokens and the new ones together, the new ones being the last; a sequence of padding
-has neither. The result has query's shape and dtype. With a sliding window a token sees the last `sliding_window`
-tokens, itself included.
+k_cache, v_cache, kv_scales as in `store_kv_cache`; block_tables [num_seqs, max_blocks] int32; cu_seqlens_q
+[num_seqs + 1] int32; seq_lens [num_seqs] int32, computed tokens and the new ones together, the new ones being the last;
+a sequence of padding has neither. The result has query's shape and dtype. With a sliding window a token sees the last
+`sliding_window` tokens, itself included.
 Source: Dao 2023, FlashAttention-2, section 3, over Kwon et al. 2023, PagedAttention, section 4.3.
 """
 
@@ -26,10 +26,12 @@ def prefill_attention_reference(
     *,
     scale: float,
     sliding_window: int | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Plain torch, float32 inside: one sequence after the other."""
     block_size = k_cache.shape[2]
     output = torch.empty_like(query)
+    k_scales, v_scales = (None, None) if kv_scales is None else kv_scales
     starts = cu_seqlens_q.tolist()
     for index, length in enumerate(seq_lens.tolist()):
         rows = slice(starts[index], starts[index + 1])
@@ -37,8 +39,8 @@ def prefill_attention_reference(
         if num_new == 0:
             continue
         table = block_tables[index : index + 1, : -(-length // block_size)]
-        keys = gather_kv_cache(k_cache, table)[:, :, :length].float()
-        values = gather_kv_cache(v_cache, table)[:, :, :length].float()
+        keys = gather_kv_cache(k_cache, table, k_scales)[:, :, :length].float()
+        values = gather_kv_cache(v_cache, table, v_scales)[:, :, :length].float()
         is_plain = num_new == length and (sliding_window is None or length <= sliding_window)
         attended = functional.scaled_dot_product_attention(
             query[rows].transpose(0, 1)[None].float(),
@@ -71,11 +73,12 @@ def prefill_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from `query` [num_tokens, num_heads, head_dim], several rows a sequence; the caller owns the result."""
     arguments = (query, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens)
     if query.is_cuda and k_cache.dtype != torch.int8:
         from kernels.gpu.prefill_attention import prefill_attention_triton
 
-        return prefill_attention_triton(*arguments, scale=scale, sliding_window=sliding_window)
-    return prefill_attention_reference(*arguments, scale=scale, sliding_window=sliding_window)
+        return prefill_attention_triton(*arguments, scale=scale, sliding_window=sliding_window, kv_scales=kv_scales)
+    return prefill_attention_reference(*arguments, scale=scale, sliding_window=sliding_window, kv_scales=kv_scales)

@@ -2,8 +2,8 @@
 
 Shapes: rows [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], queries, keys, values; changed in place: queries
 and keys come out normalised (where there are norms) and rotated. cos_sin [num_positions, rotary_dim] float32;
-positions, slots [num_tokens] int64; k_cache, v_cache as in `store_kv_cache`. A row of padding has slot -1 and any
-position there is: it is changed like the others, and nothing of it is stored.
+positions, slots [num_tokens] int64; k_cache, v_cache, kv_scales as in `store_kv_cache`. A row of padding has slot -1
+and any position there is: it is changed like the others, and nothing of it is stored.
 Source: see `rms_norm`, `rotary_embedding` and `store_kv_cache`.
 """
 
@@ -28,6 +28,7 @@ def rotate_and_store_reference(
     v_cache: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Plain torch."""
     num_kv_heads, head_dim = k_cache.shape[1], head_dim_of(k_cache)
@@ -38,7 +39,7 @@ def rotate_and_store_reference(
         query.copy_(rms_norm_reference(query, norms[0], eps))
         key.copy_(rms_norm_reference(key, norms[1], eps))
     rotary_embedding_reference(heads[:, :first_value], cos_sin[positions])
-    store_kv_cache_reference(key, value, k_cache, v_cache, slots)
+    store_kv_cache_reference(key, value, k_cache, v_cache, slots, kv_scales)
     return rows
 
 
@@ -81,6 +82,7 @@ def rotate_and_store(
     v_cache: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
+    kv_scales: torch.Tensor | None = None,
 ) -> AnyRows:
     """Change `rows` in place and store their keys and values; returns `rows`."""
     if isinstance(rows, PlannedRows):
@@ -90,5 +92,5 @@ def rotate_and_store(
     if rows.is_cuda and k_cache.dtype != torch.int8:
         from kernels.gpu.rotate_and_store import rotate_and_store_triton
 
-        return rotate_and_store_triton(rows, positions, slots, cos_sin, k_cache, v_cache, norms, eps)
-    return rotate_and_store_reference(rows, positions, slots, cos_sin, k_cache, v_cache, norms, eps)
+        return rotate_and_store_triton(rows, positions, slots, cos_sin, k_cache, v_cache, norms, eps, kv_scales)
+    return rotate_and_store_reference(rows, positions, slots, cos_sin, k_cache, v_cache, norms, eps, kv_scales)

@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.precision import dot, rounded
+from kernels.fp8_heads import DTYPE as FLOAT8
+from kernels.gpu.precision import dot, rounded, widened
 
 LOG2_E = 1.4426950408889634
 
@@ -55,12 +56,11 @@ def attend_tile(
 
     keys = tl.load(k_ptr + places[None, :] + columns[:, None], mask=is_there[None, :] & is_column[:, None], other=0.0)
     if keys.dtype != query.dtype:
-        keys = rounded(keys.to(tl.float32), query.dtype)
+        keys = widened(keys, query.dtype)
     scores = dot(query, keys) * scale_log2
     if HAS_SOFT_CAP:
-        # tanh by exp2, whose argument is in units of log2 already.
-        folded = tl.exp2(-2.0 * tl.abs(scores) / soft_cap_log2 * 1.4426950408889634)
-        scores = tl.where(scores < 0, -soft_cap_log2, soft_cap_log2) * (1 - folded) / (1 + folded)
+        # tanh(x) = 1 - 2 / (1 + exp(2 x)), which is right at both infinities, too.
+        scores = soft_cap_log2 - 2 * soft_cap_log2 / (1 + tl.exp2(scores * (2 * 1.4426950408889634 / soft_cap_log2)))
     is_seen = is_there[None, :]
     if IS_MASKED:
         is_seen = is_seen & (positions[None, :] >= lowest[:, None]) & (positions[None, :] <= highest[:, None])
@@ -73,11 +73,19 @@ def attend_tile(
     weight = weight * shrink + tl.sum(shares, 1)
 
     values = tl.load(v_ptr + places[:, None] + columns[None, :], mask=is_there[:, None] & is_column[None, :], other=0.0)
+    if values.dtype == tl.float8e4nv:  # weights of four bits would be too coarse
+        values = widened(values, query.dtype)
     total = total * shrink[:, None] + dot(rounded(shares, values.dtype), values)
     return total, new_top, weight
 
 
-def check_paged(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor) -> None:
+def check_paged(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    kv_scales: torch.Tensor | None,
+) -> None:
     """What both attention kernels take for granted of shapes and strides."""
     head_dim = query.shape[2]
     assert query.shape[1] % k_cache.shape[1] == 0
@@ -87,3 +95,10 @@ def check_paged(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     assert block_tables.stride(1) == 1
     assert k_cache.stride() == v_cache.stride()
     assert k_cache.stride()[2:] == (head_dim, 1)
+    check_scales(k_cache, kv_scales)
+
+
+def check_scales(k_cache: torch.Tensor, kv_scales: torch.Tensor | None) -> None:
+    """A cache of float8 has them, and no other."""
+    assert (k_cache.dtype == FLOAT8) == (kv_scales is not None)
+    assert kv_scales is None or (kv_scales.shape == (2, k_cache.shape[1]) and kv_scales.is_contiguous())

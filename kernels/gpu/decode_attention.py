@@ -57,6 +57,7 @@ def _decode_attention_kernel(
     table_stride,
     scale_log2,
     soft_cap_log2,
+    scales_ptr,
     NUM_QUERIES: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -94,6 +95,8 @@ def _decode_attention_kernel(
     highest = seq_len - NUM_QUERIES + number
     lowest = highest - WINDOW + 1 if WINDOW > 0 else highest * 0
 
+    if scales_ptr is not None:
+        scale_log2 *= tl.load(scales_ptr + kv_head)
     total = tl.zeros([M, D], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
     weight = tl.zeros([M], tl.float32)
@@ -123,6 +126,8 @@ def _decode_attention_kernel(
         )
     divisor = tl.where(weight == 0, 1.0, weight)  # a row that sees nothing here: its result is 0, its maximum -inf
     attended = total / divisor[:, None]
+    if scales_ptr is not None:
+        attended *= tl.load(scales_ptr + num_kv_heads + kv_head)
     if NUM_SPLITS == 1:
         places = (query_rows * num_kv_heads * GROUP + head) * HEAD_DIM
         tl.store(
@@ -184,6 +189,7 @@ def decode_attention_triton(
     *,
     scale: float,
     sliding_window: int | None = None,
+    kv_scales: torch.Tensor | None = None,
     soft_cap: float | None = None,
     num_queries: int = 1,
     num_splits: int | None = None,
@@ -203,7 +209,7 @@ def decode_attention_triton(
     num_kv_heads, block_size = k_cache.shape[1:3]
     assert num_rows == num_seqs * num_queries
     assert len(seq_lens) == num_seqs
-    check_paged(query, k_cache, v_cache, block_tables)
+    check_paged(query, k_cache, v_cache, block_tables, kv_scales)
     assert split_size is None or split_size % TILE == 0
     max_context = max_blocks * block_size
     if split_size is not None:
@@ -243,6 +249,7 @@ def decode_attention_triton(
         block_tables.stride(0),
         scale * LOG2_E,
         (soft_cap or 0.0) * LOG2_E,
+        kv_scales,
         GROUP=group,
         BLOCK_SIZE=block_size,
         HAS_SOFT_CAP=soft_cap is not None,

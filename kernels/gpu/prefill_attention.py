@@ -15,11 +15,14 @@ import triton.language as tl
 
 from kernels.gpu.attention_tile import LOG2_E, attend_tile, check_paged
 from kernels.gpu.precision import rounded
+from kernels.gpu.target import options
 
 ROWS = 128
 TILE = 64
 OPTIONS = {"num_warps": 8, "num_stages": 3}
 """Four warps spill."""
+AMD_OPTIONS = {"num_warps": 4, "num_stages": 2}
+"""Eight warps of 64 threads share the registers, 256 each, and spill."""
 
 
 @triton.jit
@@ -51,6 +54,7 @@ def _prefill_attention_kernel(
     table_stride,
     scale_log2,
     soft_cap_log2,
+    scales_ptr,
     NUM_QUERIES: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -85,6 +89,8 @@ def _prefill_attention_kernel(
     highest = first_position + number
     lowest = highest - WINDOW + 1 if WINDOW > 0 else highest * 0
 
+    if scales_ptr is not None:
+        scale_log2 *= tl.load(scales_ptr + kv_head)
     total = tl.zeros([M, D], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
     weight = tl.zeros([M], tl.float32)
@@ -119,6 +125,8 @@ def _prefill_attention_kernel(
             )
     places = (query_rows * num_heads + head) * HEAD_DIM
     attended = total / tl.where(weight == 0, 1.0, weight)[:, None]  # rows of no query
+    if scales_ptr is not None:
+        attended *= tl.load(scales_ptr + tl.num_programs(1) + kv_head)
     tl.store(
         output_ptr + places[:, None] + columns[None, :], rounded(attended, output_ptr.dtype.element_ty), mask=is_element
     )
@@ -134,6 +142,7 @@ def prefill_attention_triton(
     *,
     scale: float,
     sliding_window: int | None = None,
+    kv_scales: torch.Tensor | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
     """Attend from `query` [num_tokens, num_heads, head_dim], whose last dimension is contiguous.
@@ -146,7 +155,7 @@ def prefill_attention_triton(
     num_kv_heads, block_size = k_cache.shape[1:3]
     assert len(cu_seqlens_q) == num_seqs + 1
     assert len(block_tables) == num_seqs
-    check_paged(query, k_cache, v_cache, block_tables)
+    check_paged(query, k_cache, v_cache, block_tables, kv_scales)
     group = num_heads // num_kv_heads
     num_rows = max(ROWS, triton.next_power_of_2(group))
     queries_per_tile = num_rows // group
@@ -169,6 +178,7 @@ def prefill_attention_triton(
         block_tables.stride(0),
         scale * LOG2_E,
         (soft_cap or 0.0) * LOG2_E,
+        kv_scales,
         NUM_QUERIES=queries_per_tile,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -178,6 +188,6 @@ def prefill_attention_triton(
         M=num_rows,
         N=TILE,
         D=triton.next_power_of_2(head_dim),
-        **OPTIONS,
+        **options(OPTIONS, AMD_OPTIONS),
     )
     return output

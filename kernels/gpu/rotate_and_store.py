@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.precision import rounded
+from kernels.gpu.attention_tile import check_scales
+from kernels.gpu.precision import as_float8, rounded
 
 
 @triton.jit
@@ -29,6 +30,7 @@ def _rotate_and_store_kernel(
     key_norm_ptr,
     k_ptr,
     v_ptr,
+    scales_ptr,
     row_stride,
     block_stride,
     kv_head_stride,
@@ -73,7 +75,11 @@ def _rotate_and_store_kernel(
         is_key = head < NUM_HEADS + NUM_KV_HEADS
         kv_head = tl.where(is_key, head - NUM_HEADS, head - NUM_HEADS - NUM_KV_HEADS)
         place = slot // BLOCK_SIZE * block_stride + kv_head * kv_head_stride + slot % BLOCK_SIZE * HEAD_DIM
-        stored = rounded(rounded(exact, dtype).to(tl.float32), k_ptr.dtype.element_ty)
+        exact = rounded(exact, dtype).to(tl.float32)
+        if scales_ptr is None:
+            stored = rounded(exact, k_ptr.dtype.element_ty)
+        else:
+            stored = as_float8(tl.div_rn(exact, tl.load(scales_ptr + head - NUM_HEADS)))
         if is_key:
             tl.store(k_ptr + place + columns, stored, mask=is_column)
         else:
@@ -89,6 +95,7 @@ def rotate_and_store_triton(
     v_cache: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`rows` contiguous in the last dimension; positions, slots int64."""
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
@@ -100,6 +107,7 @@ def rotate_and_store_triton(
     assert len(positions) == len(slots) == len(rows)
     assert k_cache.stride() == v_cache.stride()
     assert k_cache.stride()[2:] == (head_dim, 1)
+    check_scales(k_cache, kv_scales)
     query_norm, key_norm = (cos_sin, cos_sin) if norms is None else norms
     if len(rows):
         _rotate_and_store_kernel[len(rows), num_heads + 2 * num_kv_heads](
@@ -111,6 +119,7 @@ def rotate_and_store_triton(
             key_norm,
             k_cache,
             v_cache,
+            kv_scales,
             rows.stride(0),
             k_cache.stride(0),
             k_cache.stride(1),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,10 +93,11 @@ def test_the_default_pool_is_bounded_by_what_is_free(tiny_model_dir: Path) -> No
         ({"num_blocks": 127}, r"num_blocks .* 127 blocks .* max_model_len 2048 needs 128"),
         ({"kv_cache_memory_bytes": 1000}, r"kv_cache_memory_bytes .* 0 blocks"),
         ({"max_model_len": 2049}, r"max_model_len is 2049; tiny has positions for 2048"),
+        ({"device": "cpu", "kv_cache_dtype": "fp8"}, r"kv_cache_dtype is 'fp8'; .* int8 are possible"),
     ],
 )
 def test_settings_that_cannot_be_met_are_refused_by_name(
-    tiny_model_dir: Path, options: dict[str, int], named: str
+    tiny_model_dir: Path, options: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         ModelRunner(EngineConfig(model_dir=tiny_model_dir, **options))

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from kernels.eight_bit_heads import SCALE_BYTES, dequantize_heads, quantize_heads
+from kernels.fp8_heads import DTYPE as FLOAT8
+from kernels.fp8_heads import quantize_fp8
 
 NUM_LAYERS = 3
 GUARD_BLOCKS = 2
@@ -59,6 +61,7 @@ class Context:
     Attributes:
         block_tables: [num_seqs, max_blocks] int32, padded with the sequence's own first block.
         keys, values: a sequence each, [length, num_kv_heads, head_dim].
+        kv_scales: of a float8 cache, [2, num_kv_heads].
     """
 
     pool: PagedPool
@@ -66,6 +69,7 @@ class Context:
     seq_lens: torch.Tensor
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
+    kv_scales: torch.Tensor | None
 
 
 def fill(
@@ -77,17 +81,19 @@ def fill(
     _poison(pool.keys)
     _poison(pool.values)
     free = torch.randperm(sum(counts)).tolist()
+    kv_scales = 0.01 + torch.rand(2, num_kv_heads) if dtype == FLOAT8 else None
     keys, values, tables = [], [], []
     for length, count in zip(lengths, counts, strict=True):
         table = [free.pop() for _ in range(count)]
         heads = torch.randn(2, length, num_kv_heads, head_dim)
-        key, value = quantize_heads(heads) if dtype == torch.int8 else heads.to(dtype)
+        stored = _stored(heads, dtype, kv_scales)
         for position in range(length):
             block, offset = table[position // block_size], position % block_size
-            pool.keys[block, :, offset] = key[position]
-            pool.values[block, :, offset] = value[position]
-        keys.append(dequantize_heads(key) if dtype == torch.int8 else key)
-        values.append(dequantize_heads(value) if dtype == torch.int8 else value)
+            pool.keys[block, :, offset] = stored[0, position]
+            pool.values[block, :, offset] = stored[1, position]
+        key, value = _meant(stored, kv_scales)
+        keys.append(key)
+        values.append(value)
         tables.append(table + [table[0]] * (max(counts) - count))
     return Context(
         pool=pool,
@@ -95,7 +101,21 @@ def fill(
         seq_lens=torch.tensor(lengths, dtype=torch.int32),
         keys=keys,
         values=values,
+        kv_scales=kv_scales,
     )
+
+
+def _stored(heads: torch.Tensor, dtype: torch.dtype, kv_scales: torch.Tensor | None) -> torch.Tensor:
+    """Keys and values [2, length, num_kv_heads, head_dim] as a cache has them."""
+    if kv_scales is not None:
+        return torch.stack([quantize_fp8(each, scales) for each, scales in zip(heads, kv_scales, strict=True)])
+    return quantize_heads(heads) if dtype == torch.int8 else heads.to(dtype)
+
+
+def _meant(stored: torch.Tensor, kv_scales: torch.Tensor | None) -> torch.Tensor:
+    if kv_scales is not None:
+        return stored.float() * kv_scales[:, None, :, None]
+    return dequantize_heads(stored) if stored.dtype == torch.int8 else stored
 
 
 def plain_attention(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kernels.decode_attention import decode_attention_reference
+from kernels.fp8_heads import DTYPE as FLOAT8
 from kernels.gather_kv_cache import gather_kv_cache
 from kernels.gpu.decode_attention import decode_attention_triton
 from kernels.gpu.prefill_attention import prefill_attention_triton
@@ -205,6 +206,34 @@ def test_a_cache_may_have_fewer_bits_than_the_queries() -> None:
         expected = plain_attention(query[row : row + 1], key, value, 0.2)
         assert rms_ratio(decoded[row : row + 1], expected) < TOLERANCE[torch.float16]
         assert rms_ratio(prefilled[row : row + 1], expected) < TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("decode_attention", "prefill_attention"),
+    [
+        (decode_attention_reference, prefill_attention_reference),
+        (partial(decode_attention_triton, num_splits=3), prefill_attention_triton),
+        (partial(decode_attention_triton, num_splits=1), prefill_attention_triton),
+    ],
+)
+def test_a_float8_cache_is_attended_to_by_its_scales(
+    decode_attention: Attention, prefill_attention: Attention, dtype: torch.dtype
+) -> None:
+    context = fill([1, 300, 65], 2, 16, 40, FLOAT8)
+    pool = context.pool
+    arguments = (pool.keys, pool.values, context.block_tables)
+    query = torch.randn(3, 6, 40).to(dtype)
+    decoded = decode_attention(query, *arguments, context.seq_lens, scale=2.0, kv_scales=context.kv_scales)
+    first_rows = torch.tensor([0, 1, 2, 3], dtype=torch.int32)
+    prefilled = prefill_attention(
+        query, *arguments, first_rows, context.seq_lens, scale=2.0, sliding_window=64, kv_scales=context.kv_scales
+    )
+    for row, (key, value) in enumerate(zip(context.keys, context.values, strict=True)):
+        only = slice(row, row + 1)
+        assert rms_ratio(decoded[only], plain_attention(query[only], key, value, 2.0)) < TOLERANCE[dtype]
+        assert rms_ratio(prefilled[only], plain_attention(query[only], key, value, 2.0, 64)) < TOLERANCE[dtype]
+    assert pool.poison_is_untouched()
 
 
 @pytest.mark.parametrize(

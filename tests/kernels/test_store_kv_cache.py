@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from kernels.eight_bit_heads import dequantize_heads, quantize_heads
+from kernels.fp8_heads import DTYPE as FLOAT8
 from kernels.gather_kv_cache import gather_kv_cache
 from kernels.store_kv_cache import store_kv_cache
-from tests.kernels.paged_pool import make_pool
+from tests.kernels.paged_pool import make_pool, rms_ratio
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 256])
@@ -59,4 +60,24 @@ def test_an_eight_bit_cache_gives_back_each_head_within_half_its_scale() -> None
         found = gather_kv_cache(cache, torch.tensor([[0, 1, 2]]))[0][:, slots].transpose(0, 1)
         assert torch.equal(found, dequantize_heads(quantize_heads(new)))
         assert ((found - new).abs() <= new.abs().amax(dim=2, keepdim=True) / 254 * 1.0001).all()
+    assert pool.poison_is_untouched()
+
+
+def test_a_float8_cache_divides_by_each_heads_scale_and_ends_at_its_largest_number() -> None:
+    torch.manual_seed(0)
+    pool = make_pool(3, 2, 4, 40, FLOAT8)
+    kv_scales = torch.tensor([[1.0, 1e-3], [1e3, 0.5]])
+    heads = torch.randn(2, 5, 2, 40) * kv_scales[:, None, :, None] * 20
+    heads[0, 0, 0, :3], heads[0, 1, 1, 0] = torch.tensor([1e9, -1e9, float("inf")]), float("nan")
+    slots = torch.tensor([0, 5, -1, 8, 11])
+    store_kv_cache(*heads, pool.keys, pool.values, slots, kv_scales)
+    kept = [0, 1, 3, 4]
+    found = [
+        gather_kv_cache(cache, torch.tensor([[0, 1, 2]]), scales)[0][:, slots[kept]].transpose(0, 1)
+        for cache, scales in zip((pool.keys, pool.values), kv_scales, strict=True)
+    ]
+    assert found[0][0, 0, :3].tolist() == [448.0, -448.0, 448.0]
+    assert found[0][1, 1, 0].isnan()
+    assert rms_ratio(found[0][2:], heads[0, kept[2:]]) < 4e-2
+    assert rms_ratio(found[1], heads[1, kept]) < 4e-2
     assert pool.poison_is_untouched()

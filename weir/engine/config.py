@@ -9,7 +9,7 @@ from pathlib import Path
 from weir.core.errors import ConfigError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-KV_CACHE_DTYPES = (*DTYPES, "int8")
+KV_CACHE_DTYPES = (*DTYPES, "int8", "fp8")
 DEVICES = ("auto", "cpu", "cuda")
 """Or one GPU: `cuda:0`."""
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
@@ -24,7 +24,7 @@ class EngineConfig:
     Attributes:
         model_dir: a prepared model directory (`weir.engine.prepare`).
         dtype: of weights and activations; auto is float32 on a CPU, the checkpoint's own on CUDA.
-        kv_cache_dtype: auto is `dtype`, or float16 where weights are quantised.
+        kv_cache_dtype: auto is `dtype`, or float16 where weights are quantised; fp8 needs a GPU that computes with it.
         num_blocks: size of the KV pool; wins over `kv_cache_memory_bytes`.
         kv_cache_memory_bytes: memory of the KV pool; None is a share of what is free.
         host_kv_cache_bytes: host memory for blocks that the pool had to give up; 0 keeps none.

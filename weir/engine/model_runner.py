@@ -21,6 +21,7 @@ from weir.engine.config import EngineConfig
 from weir.engine.decode_graphs import CudaRecorder, DecodeGraphs, graph_sizes
 from weir.engine.device import Device, MemoryReading, kv_bytes
 from weir.engine.host_memory import available_bytes
+from weir.engine.kv_dtype import choose_kv_dtype, nvidia_capability
 from weir.engine.models.decoder import Decoder
 from weir.engine.models.decoder_config import DecoderConfig
 from weir.engine.packed_weights import PackedWeights
@@ -86,13 +87,17 @@ class ModelRunner:
         is_quantized = packed is not None and packed.is_quantized
         if is_quantized:
             self.weights_hash += f"/{config.quantization}"
-        kv_dtype = "float16" if is_quantized else dtype_name
+        kv_dtype = choose_kv_dtype(
+            config.kv_cache_dtype,
+            default="float16" if is_quantized else dtype_name,
+            capability=nvidia_capability(self._device),
+        )
         self.layout = KvLayout(
             num_layers=decoder_config.num_layers,
             num_kv_heads=decoder_config.num_kv_heads,
             head_dim=decoder_config.head_dim,
             block_size=config.block_size,
-            kv_dtype=kv_dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+            kv_dtype=kv_dtype,
         )
         weights = Weights(source, getattr(torch, dtype_name), self._device, packed)
         self.runs_ahead = self._device.type == "cuda"

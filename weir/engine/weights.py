@@ -111,6 +111,31 @@ class Weights:
             return torch.empty(shape, dtype=self._dtype, device=self._device)
         return self._source.read(name).to(device=self._device, dtype=self._dtype)
 
+    def take_scales(self, names: Sequence[str], count: int) -> torch.Tensor:
+        """`count` factors, float32 [count]: the first of `names` that is stored, one for all or each, or else ones.
+
+        Raises:
+            ModelLoadError: as `take`, or a factor is not positive.
+        """
+        for name in names:
+            if name in self._specs:
+                shape = self._specs[name].shape
+                if torch.Size(shape).numel() not in (1, count):
+                    raise ModelLoadError(
+                        f"{self._source.location(name)}: tensor {name} has shape {list(shape)}, the model needs one "
+                        f"factor or {count}"
+                    )
+                self.taken.append(TakenTensor(name, (name,), shape))
+                if self._device.type == "meta":
+                    break
+                scales = self._source.read(name).to(torch.float32).flatten()
+                if not bool((scales > 0).all()):
+                    raise ModelLoadError(
+                        f"{self._source.location(name)}: tensor {name} has factors that are not above 0"
+                    )
+                return scales.expand(count).to(self._device)
+        return torch.ones(count, dtype=torch.float32, device=self._device)
+
     def take_matrix(self, name: str, num_outputs: int, num_inputs: int) -> torch.Tensor | PackedMatrix:
         """The tensor `name` as something that rows are multiplied by. Raises as `take`."""
         return self.take_stacked_matrix(name, (name,), (num_outputs,), num_inputs)

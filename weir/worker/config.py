@@ -44,7 +44,11 @@ class WorkerConfig:
     )
 
     dtype: str = setting("auto", help="weights and activations", choices=DTYPES)
-    kv_cache_dtype: str = setting("auto", help="keys and values in the cache", choices=KV_CACHE_DTYPES)
+    kv_cache_dtype: str = setting(
+        "auto",
+        help="keys and values in the cache; fp8 on GPUs of compute capability 8.9 or more",
+        choices=KV_CACHE_DTYPES,
+    )
     device: str = setting(
         "auto",
         help="where the model runs: cpu, cuda (the emptiest GPU with room), cuda:N, or auto: cuda, or cpu without one",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kernels.gpu import decode_attention, prefill_attention
-from tests.kernels.compile_cases.case import Case
+from tests.kernels.compile_cases.case import Case, over_caches
 
 ATTENTION_TYPES = {
     **dict.fromkeys(("query_ptr", "k_ptr", "v_ptr", "output_ptr"), "*bf16"),
@@ -22,12 +22,14 @@ def cases() -> Iterator[Case]:
         "four queries, window, soft cap": {"NUM_QUERIES": 4, "M": 32, "WINDOW": 4096, "HAS_SOFT_CAP": True},
     }.items():
         splits = {"SPLIT_SIZE": 0, "NUM_SPLITS": 8, "MIN_TILES": decode_attention.MIN_SPLIT_TILES}
-        yield Case(
-            name=f"decode_attention, {name}",
-            kernel=decode_attention._decode_attention_kernel,
-            types={**ATTENTION_TYPES, "partial_ptr": "*fp32", "lse_ptr": "*fp32"},
-            constants={**constants, **splits, **HEAD, "GROUP": 8, "BLOCK_SIZE": 16, "N": decode_attention.TILE},
-            options=decode_attention.OPTIONS,
+        yield from over_caches(
+            Case(
+                name=f"decode_attention, {name}",
+                kernel=decode_attention._decode_attention_kernel,
+                types={**ATTENTION_TYPES, "partial_ptr": "*fp32", "lse_ptr": "*fp32"},
+                constants={**constants, **splits, **HEAD, "GROUP": 8, "BLOCK_SIZE": 16, "N": decode_attention.TILE},
+                options=decode_attention.OPTIONS,
+            )
         )
     yield Case(
         name="merge_splits",
@@ -39,18 +41,21 @@ def cases() -> Iterator[Case]:
         "causal": {"WINDOW": 0, "HAS_SOFT_CAP": False},
         "window, soft cap": {"WINDOW": 4096, "HAS_SOFT_CAP": True},
     }.items():
-        yield Case(
-            name=f"prefill_attention, {name}",
-            kernel=prefill_attention._prefill_attention_kernel,
-            types={**ATTENTION_TYPES, "cu_seqlens_ptr": "*i32", "num_seqs": "i32"},
-            constants={
-                **constants,
-                **HEAD,
-                "NUM_QUERIES": prefill_attention.ROWS // 4,
-                "GROUP": 4,
-                "BLOCK_SIZE": 16,
-                "M": prefill_attention.ROWS,
-                "N": prefill_attention.TILE,
-            },
-            options=prefill_attention.OPTIONS,
+        yield from over_caches(
+            Case(
+                name=f"prefill_attention, {name}",
+                kernel=prefill_attention._prefill_attention_kernel,
+                types={**ATTENTION_TYPES, "cu_seqlens_ptr": "*i32", "num_seqs": "i32"},
+                constants={
+                    **constants,
+                    **HEAD,
+                    "NUM_QUERIES": prefill_attention.ROWS // 4,
+                    "GROUP": 4,
+                    "BLOCK_SIZE": 16,
+                    "M": prefill_attention.ROWS,
+                    "N": prefill_attention.TILE,
+                },
+                options=prefill_attention.OPTIONS,
+                amd_options=prefill_attention.AMD_OPTIONS,
+            )
         )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -26,3 +26,10 @@ class Case:
     amd_options: Mapping[str, int] = field(default_factory=dict)
     aligned: frozenset[str] = frozenset()
     not_on: frozenset[str] = frozenset()
+
+
+def over_caches(case: Case) -> Iterator[Case]:
+    """`case` over the cache that its types say, which has no scales, and over one of float8."""
+    yield replace(case, constants={**case.constants, "scales_ptr": None})
+    types = {**case.types, **dict.fromkeys(("k_ptr", "v_ptr"), "*fp8e4nv"), "scales_ptr": "*fp32"}
+    yield replace(case, name=f"{case.name}, float8", types=types, not_on=case.not_on | {"sm_80"})

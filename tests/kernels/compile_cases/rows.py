@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kernels.gpu import rms_norm, rotate_and_store, silu_and_mul
-from tests.kernels.compile_cases.case import Case
+from tests.kernels.compile_cases.case import Case, over_caches
 
 
 def cases() -> Iterator[Case]:
@@ -27,24 +27,26 @@ def cases() -> Iterator[Case]:
         types={"gate_up_ptr": "*bf16", "output_ptr": "*bf16", "row_stride": "i32", "size": "i32"},
         constants={"PIECE": silu_and_mul.PIECE},
     )
-    yield Case(
-        name="rotate_and_store",
-        kernel=rotate_and_store._rotate_and_store_kernel,
-        types={
-            **dict.fromkeys(("rows_ptr", "query_norm_ptr", "key_norm_ptr", "k_ptr", "v_ptr"), "*bf16"),
-            **dict.fromkeys(("positions_ptr", "slots_ptr"), "*i64"),
-            **dict.fromkeys(("row_stride", "block_stride", "kv_head_stride"), "i32"),
-            "cos_sin_ptr": "*fp32",
-            "eps": "fp32",
-        },
-        constants={
-            "HEAD_DIM": 128,
-            "D": 128,
-            "NUM_HEADS": 32,
-            "NUM_KV_HEADS": 8,
-            "ROTARY_DIM": 128,
-            "BLOCK_SIZE": 16,
-            "HAS_NORMS": True,
-        },
-        options={"num_warps": 1},
+    yield from over_caches(
+        Case(
+            name="rotate_and_store",
+            kernel=rotate_and_store._rotate_and_store_kernel,
+            types={
+                **dict.fromkeys(("rows_ptr", "query_norm_ptr", "key_norm_ptr", "k_ptr", "v_ptr"), "*bf16"),
+                **dict.fromkeys(("positions_ptr", "slots_ptr"), "*i64"),
+                **dict.fromkeys(("row_stride", "block_stride", "kv_head_stride"), "i32"),
+                "cos_sin_ptr": "*fp32",
+                "eps": "fp32",
+            },
+            constants={
+                "HEAD_DIM": 128,
+                "D": 128,
+                "NUM_HEADS": 32,
+                "NUM_KV_HEADS": 8,
+                "ROTARY_DIM": 128,
+                "BLOCK_SIZE": 16,
+                "HAS_NORMS": True,
+            },
+            options={"num_warps": 1},
+        )
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.cpu.plan import AnyRows
+from kernels.fp8_heads import DTYPE as FLOAT8
 from kernels.paged_attention import paged_attention
 from kernels.rotate_and_store import rotate_and_store
 from weir.engine.batch import AnyBatch
@@ -12,6 +13,9 @@ from weir.engine.layers.linear import Linear
 from weir.engine.models.decoder_config import DecoderConfig
 from weir.engine.paged_kv_cache import LayerCache
 from weir.engine.weights import Weights
+
+_SCALE_NAMES = ("{0}.{1}_scale", "{0}.{1}_proj.{1}_scale", "{0}.{1}_proj.output_scale", "{0}.kv_scale")
+"""As compressed-tensors, ModelOpt, earlier compressed-tensors and AutoFP8 name the scales of an fp8 cache."""
 
 
 class Attention:
@@ -37,13 +41,30 @@ class Attention:
         if config.has_qk_norm:
             q_norm = weights.take(f"{name}.q_norm.weight", head_dim)
             self._norms = (q_norm, weights.take(f"{name}.k_norm.weight", head_dim))
+        self._kv_scales = torch.stack(
+            [
+                weights.take_scales([pattern.format(name, part) for pattern in _SCALE_NAMES], num_kv_heads)
+                for part in ("k", "v")
+            ]
+        )
 
     def __call__(
         self, hidden: AnyRows, residual: AnyRows, cos_sin: torch.Tensor, batch: AnyBatch, cache: LayerCache
     ) -> AnyRows:
         """Rows [num_tokens, hidden_size] to the same shape, plus `residual`; `cos_sin` has all positions."""
+        kv_scales = self._kv_scales if cache.keys.dtype == FLOAT8 else None
         rows = rotate_and_store(
-            self._qkv(hidden), batch.positions, batch.slots, cos_sin, cache.keys, cache.values, self._norms, self._eps
+            self._qkv(hidden),
+            batch.positions,
+            batch.slots,
+            cos_sin,
+            cache.keys,
+            cache.values,
+            self._norms,
+            self._eps,
+            kv_scales,
         )
-        attended = paged_attention(rows, batch, cache.keys, cache.values, sliding_window=self._sliding_window)
+        attended = paged_attention(
+            rows, batch, cache.keys, cache.values, sliding_window=self._sliding_window, kv_scales=kv_scales
+        )
         return self._output(attended, residual)
