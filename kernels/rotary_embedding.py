@@ -24,4 +24,9 @@ def rotary_embedding_reference(heads: torch.Tensor, cos_sin: torch.Tensor) -> No
 
 def rotary_embedding(heads: torch.Tensor, cos_sin: torch.Tensor) -> None:
     """Turn `heads` [num_tokens, num_heads, head_dim] in place by `cos_sin` [num_tokens, rotary_dim]."""
-    rotary_embedding_reference(heads, cos_sin)
+    if heads.is_cuda:
+        from kernels.gpu.rotary_embedding import rotary_embedding_triton
+
+        rotary_embedding_triton(heads, cos_sin)
+    else:
+        rotary_embedding_reference(heads, cos_sin)

@@ -19,7 +19,7 @@ def silu_and_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Gate the second half of `gate_up` [..., 2 * size] by its first; the caller owns the result [..., size]."""
     if gate_up.is_cuda:
-        from kernels.gpu.silu_and_mul import silu_and_mul_triton
+        from kernels.gpu.gate_and_mul import gate_and_mul_triton
 
-        return silu_and_mul_triton(gate_up)
+        return gate_and_mul_triton(gate_up, "silu")
     return silu_and_mul_reference(gate_up)

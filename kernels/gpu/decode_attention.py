@@ -21,15 +21,16 @@ MIN_ROWS = 16
 """The least a tensor core takes."""
 MAX_SPLITS = 64
 MIN_SPLIT_TILES = 4
+MERGED_AT_ONCE = 16
 OPTIONS = {"num_warps": 4, "num_stages": 3}
 
 
 @triton.jit
-def _split_size(span, SPLIT_SIZE: tl.constexpr, NUM_SPLITS: tl.constexpr, N: tl.constexpr, MIN_TILES: tl.constexpr):
+def _split_size(span, num_splits, SPLIT_SIZE: tl.constexpr, N: tl.constexpr, MIN_TILES: tl.constexpr):
     """Tokens of one split, whole tiles."""
     if SPLIT_SIZE > 0:
         return SPLIT_SIZE
-    return tl.maximum(tl.cdiv(tl.cdiv(span, NUM_SPLITS), N), MIN_TILES) * N
+    return tl.maximum(tl.cdiv(tl.cdiv(span, num_splits), N), MIN_TILES) * N
 
 
 @triton.jit
@@ -57,6 +58,7 @@ def _decode_attention_kernel(
     table_stride,
     scale_log2,
     soft_cap_log2,
+    num_splits,
     scales_ptr,
     NUM_QUERIES: tl.constexpr,
     GROUP: tl.constexpr,
@@ -64,8 +66,8 @@ def _decode_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     SPLIT_SIZE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     MIN_TILES: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
@@ -75,7 +77,7 @@ def _decode_attention_kernel(
     num_kv_heads = tl.num_programs(1)
     seq_len = tl.load(seq_lens_ptr + sequence)
     first = _first_token(seq_len, NUM_QUERIES, WINDOW, N)
-    size = _split_size(seq_len - first, SPLIT_SIZE, NUM_SPLITS, N, MIN_TILES)
+    size = _split_size(seq_len - first, num_splits, SPLIT_SIZE, N, MIN_TILES)
     start = first + split * size
     if split > 0 and start >= seq_len:
         return
@@ -128,7 +130,7 @@ def _decode_attention_kernel(
     attended = total / divisor[:, None]
     if scales_ptr is not None:
         attended *= tl.load(scales_ptr + num_kv_heads + kv_head)
-    if NUM_SPLITS == 1:
+    if not IS_SPLIT:
         places = (query_rows * num_kv_heads * GROUP + head) * HEAD_DIM
         tl.store(
             output_ptr + places[:, None] + columns[None, :],
@@ -136,7 +138,7 @@ def _decode_attention_kernel(
             mask=is_element,
         )
     else:
-        places = (query_rows * num_kv_heads * GROUP + head) * NUM_SPLITS + split
+        places = (query_rows * num_kv_heads * GROUP + head) * num_splits + split
         tl.store(partial_ptr + places[:, None] * HEAD_DIM + columns[None, :], attended, mask=is_element)
         tl.store(lse_ptr + places, top + tl.log2(divisor), mask=is_row)
 
@@ -147,36 +149,50 @@ def _merge_splits_kernel(
     lse_ptr,
     seq_lens_ptr,
     output_ptr,
+    num_splits,
     NUM_QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT_SIZE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     MIN_TILES: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
     S: tl.constexpr,
 ):
-    """One row of one head: the splits' results by their shares of the whole sum."""
+    """One row of one head: the splits' results by their shares of the whole sum, S of them at a time, so that the order
+    of the sum is the same for any number of splits."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     seq_len = tl.load(seq_lens_ptr + row // NUM_QUERIES)
     first = _first_token(seq_len, NUM_QUERIES, WINDOW, N)
-    size = _split_size(seq_len - first, SPLIT_SIZE, NUM_SPLITS, N, MIN_TILES)
-    splits, columns = tl.arange(0, S), tl.arange(0, D)
-    is_used = splits < tl.maximum(tl.cdiv(seq_len - first, size), 1)
-    place = row * tl.num_programs(1) + head
-    lse = tl.load(lse_ptr + place * NUM_SPLITS + splits, mask=is_used, other=float("-inf"))
-    top = tl.max(lse, 0)
-    shares = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
-    partial = tl.load(
-        partial_ptr + (place * NUM_SPLITS + splits)[:, None] * HEAD_DIM + columns[None, :],
-        mask=is_used[:, None] & (columns < HEAD_DIM)[None, :],
-        other=0.0,
-    )
-    whole = tl.sum(shares, 0)
-    merged = tl.sum(partial * shares[:, None], 0) / tl.where(whole == 0, 1.0, whole)
+    size = _split_size(seq_len - first, num_splits, SPLIT_SIZE, N, MIN_TILES)
+    num_used = tl.maximum(tl.cdiv(seq_len - first, size), 1)
+    place = (row * tl.num_programs(1) + head) * num_splits
+    columns = tl.arange(0, D)
+
+    merged = tl.zeros([D], tl.float32)
+    top = tl.full([1], float("-inf"), tl.float32)
+    weight = tl.zeros([1], tl.float32)
+    for start in range(0, num_used, S):
+        splits = start + tl.arange(0, S)
+        is_used = splits < num_used
+        lse = tl.load(lse_ptr + place + splits, mask=is_used, other=float("-inf"))
+        partial = tl.load(
+            partial_ptr + (place + splits)[:, None] * HEAD_DIM + columns[None, :],
+            mask=is_used[:, None] & (columns < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        reference = tl.where(new_top == float("-inf"), 0.0, new_top)
+        shares = tl.exp2(lse - reference)
+        shrink = tl.exp2(top - reference)
+        merged = merged * shrink + tl.sum(partial * shares[:, None], 0)
+        weight = weight * shrink + tl.sum(shares, 0)
+        top = new_top
+    merged = merged / tl.where(weight == 0, 1.0, weight)
     tl.store(
-        output_ptr + place * HEAD_DIM + columns, rounded(merged, output_ptr.dtype.element_ty), mask=columns < HEAD_DIM
+        output_ptr + row * tl.num_programs(1) * HEAD_DIM + head * HEAD_DIM + columns,
+        rounded(merged, output_ptr.dtype.element_ty),
+        mask=columns < HEAD_DIM,
     )
 
 
@@ -228,7 +244,6 @@ def decode_attention_triton(
         "HEAD_DIM": head_dim,
         "WINDOW": sliding_window or 0,
         "SPLIT_SIZE": split_size or 0,
-        "NUM_SPLITS": num_splits,
         "MIN_TILES": MIN_SPLIT_TILES,
         "N": TILE,
         "D": triton.next_power_of_2(head_dim),
@@ -249,17 +264,19 @@ def decode_attention_triton(
         block_tables.stride(0),
         scale * LOG2_E,
         (soft_cap or 0.0) * LOG2_E,
+        num_splits,
         kv_scales,
         GROUP=group,
         BLOCK_SIZE=block_size,
         HAS_SOFT_CAP=soft_cap is not None,
+        IS_SPLIT=num_splits > 1,
         M=max(MIN_ROWS, triton.next_power_of_2(num_queries * group)),
         **common,
         **OPTIONS,
     )
     if num_splits > 1:
         _merge_splits_kernel[num_rows, num_heads](
-            partial, lse, seq_lens, output, S=triton.next_power_of_2(num_splits), **common
+            partial, lse, seq_lens, output, num_splits, S=MERGED_AT_ONCE, **common
         )
     return output
 

@@ -25,8 +25,10 @@ from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from tests.kernels.compile_cases import attention, linear, moe, rows
+from tests.kernels.compile_cases import attention, blocks, linear, moe, rows
 from tests.kernels.compile_cases.case import Case
+
+GROUPS = (attention, rows, blocks, linear, moe)
 
 LIMITS = Path(__file__).with_suffix(".json")
 NVIDIA = {f"sm_{number}": GPUTarget("cuda", number, 32) for number in (80, 89, 90)}
@@ -34,7 +36,7 @@ TARGETS = {**NVIDIA, **({"gfx942": GPUTarget("hip", "gfx942", 64)} if "amd" in b
 
 
 def cases() -> Iterator[Case]:
-    return itertools.chain.from_iterable(group.cases() for group in (attention, linear, rows, moe))
+    return itertools.chain.from_iterable(group.cases() for group in GROUPS)
 
 
 def resources(case: Case, target: GPUTarget) -> dict[str, int]:

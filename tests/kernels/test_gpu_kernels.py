@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 
+from kernels.add_rms_norm import add_rms_norm_reference
 from kernels.fp8_heads import DTYPE as FLOAT8
+from kernels.gelu_and_mul import gelu_and_mul_reference
+from kernels.gpu.gate_and_mul import gate_and_mul_triton
 from kernels.gpu.rms_norm import rms_norm_triton
+from kernels.gpu.rotary_embedding import rotary_embedding_triton
 from kernels.gpu.rotate_and_store import rotate_and_store_triton
-from kernels.gpu.silu_and_mul import silu_and_mul_triton
 from kernels.rms_norm import rms_norm_reference
+from kernels.rotary_embedding import rotary_embedding_reference
 from kernels.rotate_and_store import rotate_and_store_reference
 from kernels.silu_and_mul import silu_and_mul_reference
 from tests.kernels.paged_pool import TOLERANCE, make_pool, rms_ratio
@@ -42,10 +49,53 @@ def test_rms_norm_of_the_rows_that_indices_name(dtype: torch.dtype) -> None:
 
 
 @DTYPES
+@pytest.mark.parametrize("shape", [(1, 7), (3, 65), (0, 8)])
+def test_rms_norm_of_a_sum_keeps_the_sum(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    rows, weight = torch.randn(shape).to(dtype), torch.randn(shape[1]).to(dtype)
+    whole = torch.full((shape[0] + 2, shape[1]), float("nan"), dtype=dtype)
+    residual = whole[1:-1]
+    residual.copy_(torch.randn(shape))
+    before, expected_sum = rows.clone(), residual.clone()
+    normed = rms_norm_triton(rows, weight, 1e-6, residual=residual)
+    expected = add_rms_norm_reference(rows, expected_sum, weight, 1e-6)
+    assert torch.equal(residual, expected_sum)
+    assert not normed.numel() or rms_ratio(normed, expected) < TOLERANCE[dtype]
+    assert torch.equal(rows, before)
+    assert whole[[0, -1]].isnan().all()
+
+
+@DTYPES
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (40, 40), (40, 16), (2, 2)])
+def test_rotary_embedding(dtype: torch.dtype, head_dim: int, rotary_dim: int) -> None:
+    wide = torch.full((5, 7, head_dim + 3), float("nan"), dtype=dtype)
+    heads = wide[:, 2:5, 1 : head_dim + 1]
+    heads.copy_(torch.randn(5, 3, head_dim))
+    expected, cos_sin = heads.clone(), torch.randn(5, rotary_dim)
+    rotary_embedding_triton(heads, cos_sin)
+    rotary_embedding_reference(expected, cos_sin)
+    assert rms_ratio(heads, expected) < TOLERANCE[dtype]
+    heads.fill_(float("nan"))
+    assert wide.isnan().all()
+
+
+@DTYPES
 @pytest.mark.parametrize("shape", [(1, 2), (7, 126), (2, 3, 130), (3, 4098), (0, 8)])
-def test_silu_and_mul(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    gate_up = (2 * torch.randn(shape)).to(dtype)
-    gated, expected = silu_and_mul_triton(gate_up), silu_and_mul_reference(gate_up)
+@pytest.mark.parametrize(
+    ("activation", "reference"),
+    [
+        ("silu", silu_and_mul_reference),
+        ("gelu", gelu_and_mul_reference),
+        ("gelu_tanh", partial(gelu_and_mul_reference, is_tanh=True)),
+    ],
+)
+def test_gate_and_mul(
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    activation: str,
+    reference: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    gate_up = (3 * torch.randn(shape)).to(dtype)
+    gated, expected = gate_and_mul_triton(gate_up, activation), reference(gate_up)
     assert (gated.dtype, gated.shape) == (dtype, expected.shape)
     assert not gated.numel() or rms_ratio(gated, expected) < TOLERANCE[dtype]
 

@@ -21,21 +21,41 @@ def cases() -> Iterator[Case]:
         "one query": {"NUM_QUERIES": 1, "M": 16, "WINDOW": 0, "HAS_SOFT_CAP": False},
         "four queries, window, soft cap": {"NUM_QUERIES": 4, "M": 32, "WINDOW": 4096, "HAS_SOFT_CAP": True},
     }.items():
-        splits = {"SPLIT_SIZE": 0, "NUM_SPLITS": 8, "MIN_TILES": decode_attention.MIN_SPLIT_TILES}
+        splits = {"SPLIT_SIZE": 0, "MIN_TILES": decode_attention.MIN_SPLIT_TILES}
         yield from over_caches(
             Case(
                 name=f"decode_attention, {name}",
                 kernel=decode_attention._decode_attention_kernel,
-                types={**ATTENTION_TYPES, "partial_ptr": "*fp32", "lse_ptr": "*fp32"},
-                constants={**constants, **splits, **HEAD, "GROUP": 8, "BLOCK_SIZE": 16, "N": decode_attention.TILE},
+                types={**ATTENTION_TYPES, "partial_ptr": "*fp32", "lse_ptr": "*fp32", "num_splits": "i32"},
+                constants={
+                    **constants,
+                    **splits,
+                    **HEAD,
+                    "IS_SPLIT": True,
+                    "GROUP": 8,
+                    "BLOCK_SIZE": 16,
+                    "N": decode_attention.TILE,
+                },
                 options=decode_attention.OPTIONS,
             )
         )
     yield Case(
         name="merge_splits",
         kernel=decode_attention._merge_splits_kernel,
-        types={"partial_ptr": "*fp32", "lse_ptr": "*fp32", "seq_lens_ptr": "*i32", "output_ptr": "*bf16"},
-        constants={**splits, **HEAD, "NUM_QUERIES": 1, "WINDOW": 0, "N": decode_attention.TILE, "S": 8},
+        types={
+            **dict.fromkeys(("partial_ptr", "lse_ptr"), "*fp32"),
+            "seq_lens_ptr": "*i32",
+            "output_ptr": "*bf16",
+            "num_splits": "i32",
+        },
+        constants={
+            **splits,
+            **HEAD,
+            "NUM_QUERIES": 1,
+            "WINDOW": 0,
+            "N": decode_attention.TILE,
+            "S": decode_attention.MERGED_AT_ONCE,
+        },
     )
     for name, constants in {
         "causal": {"WINDOW": 0, "HAS_SOFT_CAP": False},

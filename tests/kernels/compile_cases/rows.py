@@ -4,28 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kernels.gpu import rms_norm, rotate_and_store, silu_and_mul
+from kernels.gpu import gate_and_mul, rms_norm, rotary_embedding, rotate_and_store
 from tests.kernels.compile_cases.case import Case, over_caches
 
 
 def cases() -> Iterator[Case]:
+    normed = {
+        **dict.fromkeys(("hidden_ptr", "weight_ptr", "output_ptr"), "*bf16"),
+        "row_stride": "i32",
+        "eps": "fp32",
+    }
+    for name, more, absent in (
+        ("rms_norm", {"indices_ptr": "*i64"}, "residual_ptr"),
+        ("add_rms_norm", {"residual_ptr": "*bf16"}, "indices_ptr"),
+    ):
+        yield Case(
+            name=name,
+            kernel=rms_norm._rms_norm_kernel,
+            types={**normed, **more},
+            constants={"SIZE": 4096, "D": 4096, absent: None},
+            options={"num_warps": 8},
+        )
+    for activation in ("silu", "gelu", "gelu_tanh"):
+        yield Case(
+            name=f"gate_and_mul, {activation}",
+            kernel=gate_and_mul._gate_and_mul_kernel,
+            types={"gate_up_ptr": "*bf16", "output_ptr": "*bf16", "row_stride": "i32", "size": "i32"},
+            constants={"ACTIVATION": activation, "PIECE": gate_and_mul.PIECE},
+        )
     yield Case(
-        name="rms_norm",
-        kernel=rms_norm._rms_norm_kernel,
-        types={
-            **dict.fromkeys(("hidden_ptr", "weight_ptr", "output_ptr"), "*bf16"),
-            "indices_ptr": "*i64",
-            "row_stride": "i32",
-            "eps": "fp32",
-        },
-        constants={"SIZE": 4096, "HAS_INDICES": True, "D": 4096},
-        options={"num_warps": 8},
-    )
-    yield Case(
-        name="silu_and_mul",
-        kernel=silu_and_mul._silu_and_mul_kernel,
-        types={"gate_up_ptr": "*bf16", "output_ptr": "*bf16", "row_stride": "i32", "size": "i32"},
-        constants={"PIECE": silu_and_mul.PIECE},
+        name="rotary_embedding",
+        kernel=rotary_embedding._rotary_embedding_kernel,
+        types={"heads_ptr": "*bf16", "cos_sin_ptr": "*fp32", "token_stride": "i32", "head_stride": "i32"},
+        constants={"HALF": 64, "P": 64},
+        options={"num_warps": 1},
     )
     yield from over_caches(
         Case(
