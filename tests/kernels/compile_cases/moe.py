@@ -39,7 +39,6 @@ def cases() -> Iterator[Case]:
             },
             constants={**SIZES, **shape.constants(2), "TOP_K": 8},
             options=shape.options,
-            amd_options={"num_stages": 2},
         )
         yield Case(
             name=f"moe, down, tiles of {shape.rows}",
@@ -47,7 +46,6 @@ def cases() -> Iterator[Case]:
             types={**TILE_TYPES, **dict.fromkeys(("gated_ptr", "weight_ptr", "product_ptr"), "*bf16")},
             constants={**SIZES, **shape.constants(2)},
             options=shape.options,
-            amd_options={"num_stages": 2},
         )
     yield Case(
         name="moe, combine",
