@@ -13,7 +13,11 @@ import torch.nn.functional as functional
 from kernels.cpu.packed_matrix import PackedMatrix
 from kernels.cpu.plan import AnyRows, PlannedRows
 from kernels.cpu.structs import Kind
+from kernels.quantized_matmul import quantized_matmul
+from kernels.quantized_matrix import QuantizedMatrix
 from kernels.silu_and_mul import silu_and_mul
+
+AnyMatrix = torch.Tensor | PackedMatrix | QuantizedMatrix
 
 _MAX_FLIPPED_ROWS = 128
 """Up to so many rows the CPU's float32 product is faster with the weight on the left: 2.2 x for 8 to 32 rows of a head
@@ -22,14 +26,16 @@ of 49,152, 1.5 x for a gate and up projection of 3,072, never slower."""
 
 def linear_reference(
     rows: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | QuantizedMatrix,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     *,
     is_gated: bool = False,
 ) -> torch.Tensor:
-    """Plain torch."""
-    if rows.device.type == "cpu" and rows.dtype == torch.float32 and 2 <= len(rows) <= _MAX_FLIPPED_ROWS:
+    """Plain torch, but for a product with quantised weights on a GPU."""
+    if isinstance(weight, QuantizedMatrix):
+        product = quantized_matmul(rows, weight, bias)
+    elif rows.device.type == "cpu" and rows.dtype == torch.float32 and 2 <= len(rows) <= _MAX_FLIPPED_ROWS:
         product = torch.mm(weight, rows.t()).t().contiguous()
         product = product if bias is None else product.add_(bias)
     else:
@@ -63,7 +69,7 @@ def linear_cpu(
 
 def linear(
     rows: AnyRows,
-    weight: torch.Tensor | PackedMatrix,
+    weight: AnyMatrix,
     bias: torch.Tensor | None = None,
     residual: AnyRows | None = None,
     *,
@@ -74,6 +80,6 @@ def linear(
         assert isinstance(weight, PackedMatrix)
         assert not isinstance(residual, torch.Tensor)
         return linear_cpu(rows, weight, bias, residual, is_gated=is_gated)
-    assert isinstance(weight, torch.Tensor)
+    assert not isinstance(weight, PackedMatrix)
     assert not isinstance(residual, PlannedRows)
     return linear_reference(rows, weight, bias, residual, is_gated=is_gated)

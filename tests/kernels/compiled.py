@@ -25,7 +25,7 @@ from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from tests.kernels.compile_cases import attention, rows
+from tests.kernels.compile_cases import attention, quantized, rows
 from tests.kernels.compile_cases.case import Case
 
 LIMITS = Path(__file__).with_suffix(".json")
@@ -34,17 +34,19 @@ TARGETS = {**NVIDIA, **({"gfx942": GPUTarget("hip", "gfx942", 64)} if "amd" in b
 
 
 def cases() -> Iterator[Case]:
-    return itertools.chain.from_iterable(group.cases() for group in (attention, rows))
+    return itertools.chain.from_iterable(group.cases() for group in (attention, quantized, rows))
 
 
 def resources(case: Case, target: GPUTarget) -> dict[str, int]:
     """Registers a thread; bytes a thread spills; shared bytes of a program."""
     names = case.kernel.arg_names
     aligned = [name for name, type in case.types.items() if type.startswith("*") or name.endswith("stride")]
+    aligned += sorted(case.aligned)
+    constants = {**case.constants, **(case.amd_constants if target.backend == "hip" else {})}
     source = ASTSource(
         fn=case.kernel,
         signature={name: case.types.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in case.constants.items()},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     options = {**case.options, **(case.amd_options if target.backend == "hip" else {})}

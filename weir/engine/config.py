@@ -22,14 +22,15 @@ class EngineConfig:
     Attributes:
         model_dir: a prepared model directory (`weir.engine.prepare`).
         dtype: of weights and activations; auto is float32 on a CPU, the checkpoint's own on CUDA.
-        kv_cache_dtype: auto is `dtype`, or float16 where weights are quantised.
+        kv_cache_dtype: auto is `dtype`, or float16 where a CPU has quantised weights.
         num_blocks: size of the KV pool; wins over `kv_cache_memory_bytes`.
         kv_cache_memory_bytes: memory of the KV pool; None is a share of what is free.
         gpu_memory_utilization: on CUDA, the share of the device's memory that weights, activations and KV may take.
         max_num_seqs: most sequences that run at once.
         max_num_batched_tokens: most tokens of one step; None is `DEFAULT_BATCHED_TOKENS` of the device.
         max_model_len: longest sequence, prompt and output together; None is the model's own.
-        quantization: of weights on a CPU: auto keeps about the bits of the checkpoint, none makes them `dtype`.
+        quantization: of weights: auto keeps about the bits of the checkpoint, none makes them `dtype`; int8 and int4 are
+            for a checkpoint of floats, int4 on a CPU for one of four bits.
         num_threads: threads of a step on a CPU; None leaves it to torch.
         compute_share: share of the time for steps, while sequences wait for KV from elsewhere; what is left is for the
             workers of the same cores that compute it.

@@ -21,9 +21,11 @@ from weir.engine.config import EngineConfig
 from weir.engine.host_memory import available_bytes
 from weir.engine.models.decoder import Decoder
 from weir.engine.models.decoder_config import DecoderConfig
+from weir.engine.open_weights import open_weights
 from weir.engine.packed_weights import PackedWeights
 from weir.engine.paged_kv_cache import PagedKvCache
-from weir.engine.weights import Weights, open_weights
+from weir.engine.quantized_weights import QuantizedWeights
+from weir.engine.weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -67,17 +69,19 @@ class ModelRunner:
         dtype_name = _dtype_name(config, self._device)
         library = _cpu_library(config) if self._device.type == "cpu" else None
         source = open_weights(config.model_dir)
-        packed = None
-        self.weights_hash = self.card.weights_hash
-        if library is None and config.quantization in ("int8", "int4"):
-            logger.warning("quantization %s needs the CPU kernels: weights are %s", config.quantization, dtype_name)
+        packed: PackedWeights | QuantizedWeights | None = None
         if library is not None:
             float_format = Format[dtype_name.upper()]
             packed = PackedWeights(library, source, config.model_dir, config.quantization, float_format)
+        elif self._device.type == "cuda":
+            packed = QuantizedWeights(source, config.quantization, getattr(torch, dtype_name), self._device)
+        elif config.quantization in ("int8", "int4"):
+            logger.warning("quantization %s needs the CPU kernels: weights are %s", config.quantization, dtype_name)
         is_quantized = packed is not None and packed.is_quantized
+        self.weights_hash = self.card.weights_hash
         if is_quantized:
             self.weights_hash += f"/{config.quantization}"
-        kv_dtype = "float16" if is_quantized else dtype_name
+        kv_dtype = "float16" if is_quantized and library is not None else dtype_name
         self.layout = KvLayout(
             num_layers=decoder_config.num_layers,
             num_kv_heads=decoder_config.num_kv_heads,

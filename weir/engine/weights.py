@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from kernels.cpu.packed_matrix import PackedMatrix, RowSource
+from kernels.cpu.packed_matrix import RowSource
+from kernels.linear import AnyMatrix
 from weir.core.errors import ModelLoadError
-from weir.engine.safetensors_file import SafetensorsCheckpoint, TensorSpec
-from weir.engine.weight_manifest import WeightManifest
+from weir.engine.safetensors_file import TensorSpec
 
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 """Buffers that old checkpoints saved though they follow from the configuration."""
@@ -35,21 +34,6 @@ class TensorSource(Protocol):
 
     def rows(self, name: str) -> RowSource:
         """A matrix's rows as they are stored, where the packed forms know that format, or else as `read` gives them."""
-
-
-def open_weights(model_dir: Path) -> TensorSource:
-    """Open the weights of a prepared directory.
-
-    Raises:
-        ModelLoadError: a file is missing, of another size than when it was prepared, or damaged; names it.
-    """
-    manifest = WeightManifest.load(model_dir)
-    paths = manifest.checked_paths(model_dir)
-    if manifest.format != "gguf":
-        return SafetensorsCheckpoint(paths)
-    from weir.engine.gguf_model import GgufCheckpoint  # its library takes 0.2 s to load
-
-    return GgufCheckpoint(paths[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +70,7 @@ class Weights:
         source: TensorSource,
         dtype: torch.dtype,
         device: torch.device,
-        packed: Callable[[TakenTensor], PackedMatrix] | None = None,
+        packed: Callable[[TakenTensor], AnyMatrix] | None = None,
     ) -> None:
         self._source = source
         self._packed = packed
@@ -111,13 +95,13 @@ class Weights:
             return torch.empty(shape, dtype=self._dtype, device=self._device)
         return self._source.read(name).to(device=self._device, dtype=self._dtype)
 
-    def take_matrix(self, name: str, num_outputs: int, num_inputs: int) -> torch.Tensor | PackedMatrix:
+    def take_matrix(self, name: str, num_outputs: int, num_inputs: int) -> AnyMatrix:
         """The tensor `name` as something that rows are multiplied by. Raises as `take`."""
         return self.take_stacked_matrix(name, (name,), (num_outputs,), num_inputs)
 
     def take_stacked_matrix(
         self, name: str, parts: Sequence[str], num_outputs: Sequence[int], num_inputs: int, *, is_gated: bool = False
-    ) -> torch.Tensor | PackedMatrix:
+    ) -> AnyMatrix:
         """As `take_stacked`, as something that rows are multiplied by."""
         if self._packed is None:
             matrix = self.take_stacked(name, parts, num_outputs, num_inputs)
@@ -164,6 +148,10 @@ class Weights:
         spec = self._specs.get(name)
         if spec is None:
             raise ModelLoadError(f"tensor {name} is missing from the checkpoint")
+        if not spec.dtype.is_floating_point or spec.dtype.itemsize < 2:
+            raise ModelLoadError(
+                f"{self._source.location(name)}: tensor {name} is {spec.dtype}, not floats of 16 or 32 bits"
+            )
         if spec.shape != shape:
             found, needed = list(spec.shape), list(shape)
             raise ModelLoadError(

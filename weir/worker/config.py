@@ -64,7 +64,7 @@ class WorkerConfig:
     enable_prefix_caching: bool = setting(True, help="keep finished blocks and reuse them")
     quantization: str = setting(
         "auto",
-        help="weights on a CPU: none as dtype, auto with the checkpoint's bits, int8, or int4 where it has four",
+        help="weights: none as dtype, auto with the checkpoint's bits, int8, or int4, on a CPU only where it has four",
         choices=QUANTIZATIONS,
     )
     num_threads: int | None = setting(None, help="compute threads; none leaves the number to torch", minimum=1)

@@ -13,14 +13,18 @@ class Case:
 
     Attributes:
         types: of the arguments that are no constants; a pointer or a stride is a multiple of 16.
-        amd_options: what an AMD GPU has instead.
-        not_on: names of GPUs that it can't be compiled for.
+        aligned: other arguments that are multiples of 16.
+        amd_options, amd_constants: what an AMD GPU has instead.
+        amd_constants: Mapping[str, object] = field(default_factory=dict)
+    not_on: names of GPUs that it can't be compiled for.
     """
 
     name: str
     kernel: Any
     types: Mapping[str, str]
     constants: Mapping[str, object]
+    aligned: frozenset[str] = frozenset()
     options: Mapping[str, int] = field(default_factory=dict)
     amd_options: Mapping[str, int] = field(default_factory=dict)
+    amd_constants: Mapping[str, object] = field(default_factory=dict)
     not_on: frozenset[str] = frozenset()
