@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from weir.core.kv_layout import KvLayout
+from weir.engine.block_access import HostPiece
 
 
 def token_bytes_of(layout: KvLayout, token_index: int, seed: int) -> np.ndarray:
@@ -25,26 +26,6 @@ def token_bytes_of(layout: KvLayout, token_index: int, seed: int) -> np.ndarray:
 def tokens_of(layout: KvLayout, num_tokens: int, seed: int) -> np.ndarray:
     """`[num_tokens, num_layers, 2, num_kv_heads, head_dim]`."""
     return np.stack([token_bytes_of(layout, index, seed) for index in range(num_tokens)])
-
-
-@dataclass(frozen=True, slots=True)
-class HostPiece:
-    """A `SourcePiece` and a `SinkPiece` of a slab in host memory: there is nothing to copy."""
-
-    memory: memoryview
-
-    @property
-    def payload(self) -> memoryview:
-        return self.memory
-
-    def release(self) -> None:
-        pass
-
-    def place(self, on_placed: Callable[[], None]) -> None:
-        on_placed()
-
-    def discard(self) -> None:
-        pass
 
 
 @dataclass

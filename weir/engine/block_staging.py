@@ -110,7 +110,7 @@ class StagedBlocks:
             dtype=torch.uint8,
             pin_memory=self._cache.tensor.is_cuda,
         )
-        self._memory = memoryview(self._slots.view(-1).numpy())
+        self._memory = self._slots.view(-1).numpy().data
         return self
 
     async def __aexit__(
