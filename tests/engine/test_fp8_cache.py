@@ -15,9 +15,10 @@ from weir.core.kv_layout import KvLayout
 from weir.engine.batch import Batch, ScheduledSequence
 from weir.engine.models.decoder import Decoder
 from weir.engine.models.decoder_config import DecoderConfig
+from weir.engine.open_weights import open_weights
 from weir.engine.paged_kv_cache import PagedKvCache
 from weir.engine.prepare import prepare
-from weir.engine.weights import Weights, open_weights
+from weir.engine.weights import Weights
 
 CPU = torch.device("cpu")
 TOKENS = tuple(range(5, 45))
