@@ -29,8 +29,8 @@ class EngineConfig:
         max_num_seqs: most sequences that run at once.
         max_num_batched_tokens: most tokens of one step; None is `DEFAULT_BATCHED_TOKENS` of the device.
         max_model_len: longest sequence, prompt and output together; None is the model's own.
-        quantization: of weights: auto keeps about the bits of the checkpoint, none makes them `dtype`; int8 and int4 are
-            for a checkpoint of floats, int4 on a CPU for one of four bits.
+        quantization: of weights: auto keeps about the bits of the checkpoint, none makes them `dtype`; int8 and int4
+            are for a checkpoint of floats, int4 on a CPU for one of four bits.
         num_threads: threads of a step on a CPU; None leaves it to torch.
         compute_share: share of the time for steps, while sequences wait for KV from elsewhere; what is left is for the
             workers of the same cores that compute it.
