@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu_record import CARD_SECTION, COPY, PRODUCT, Card, Row
 from benchmarks.gpu_section import Begun, Message, Situation
 from benchmarks.gpu_timer import Timer, step_seconds, timer_of
-from kernels.gpu.silu_and_mul import silu_and_mul_triton
+from kernels.gpu.gate_and_mul import gate_and_mul_triton
 
 COPY_BYTES = 2 << 30
 PRODUCT_SIZE = 8192
@@ -35,9 +35,9 @@ def measure(situation: Situation) -> Iterator[Message]:
     yield Begun("launch")
     small = torch.ones(1, 64, dtype=torch.bfloat16, device=device)
     num_steps = 2 if situation.is_dry else 1000
-    from_python = step_seconds(lambda: silu_and_mul_triton(small), timer, num_steps=num_steps)
+    from_python = step_seconds(lambda: gate_and_mul_triton(small, "silu"), timer, num_steps=num_steps)
     yield Row(section=CARD_SECTION, name="launch of a small kernel, from Python", figure=from_python, unit="s")
-    in_graph = timer.seconds([lambda: silu_and_mul_triton(small)])
+    in_graph = timer.seconds([lambda: gate_and_mul_triton(small, "silu")])
     yield Row(section=CARD_SECTION, name="launch of a small kernel, in a graph", figure=in_graph, unit="s")
 
 

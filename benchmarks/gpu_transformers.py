@@ -1,5 +1,5 @@
-"""transformers' paged continuous batching on the same card with the same weights and prompts as long, in its own process
-and without a server: beside the figures of `benchmarks.gpu_services`."""
+"""transformers' paged continuous batching on the same card, with the same weights and prompts as long, without a server:
+beside the figures of `benchmarks.gpu_services`."""
 
 from __future__ import annotations
 
