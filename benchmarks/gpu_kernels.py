@@ -27,7 +27,10 @@ def measure(situation: Situation) -> Iterator[Message]:
 def chosen_cases(situation: Situation) -> list[KernelCase]:
     """Those not begun yet; in a dry run each small work once."""
     cases = [case for case in kernel_cases() if case.title not in situation.done]
-    return list({case.small: case for case in reversed(cases)}.values()) if situation.is_dry else cases
+    if not situation.is_dry:
+        return cases
+    first = {case.small: case for case in reversed(cases)}
+    return list(reversed(first.values()))
 
 
 def measure_case(case: KernelCase, situation: Situation, device: torch.device, timer: Timer) -> Row:

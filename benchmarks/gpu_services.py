@@ -107,11 +107,12 @@ class HandoffTimes:
     Attributes:
         ttft_s: until the first token.
         exposed_s: what the hand-off added after it.
+        num_handoffs: a request that the decode worker computed alone has none.
     """
 
     ttft_s: float
     exposed_s: float
-    num_requests: float
+    num_handoffs: float
 
     @classmethod
     def of(cls, url: str) -> HandoffTimes:
@@ -119,14 +120,14 @@ class HandoffTimes:
         return cls(
             ttft_s=sample_sum(text, "vllm:time_to_first_token_seconds_sum"),
             exposed_s=sample_sum(text, "weir_ttft_seconds_sum", hop="transfer"),
-            num_requests=sample_sum(text, "vllm:time_to_first_token_seconds_count"),
+            num_handoffs=sample_sum(text, "weir_ttft_seconds_count", hop="transfer"),
         )
 
     def since(self, earlier: HandoffTimes) -> HandoffTimes:
         return HandoffTimes(
             ttft_s=self.ttft_s - earlier.ttft_s,
             exposed_s=self.exposed_s - earlier.exposed_s,
-            num_requests=self.num_requests - earlier.num_requests,
+            num_handoffs=self.num_handoffs - earlier.num_handoffs,
         )
 
 
@@ -154,11 +155,15 @@ def ttft_row(load: Load, result: dict[str, Any]) -> Row:
 
 
 def handoff_row(load: Load, handoff: HandoffTimes) -> Row:
+    name = "hand-off, mean time after the first token"
+    if handoff.num_handoffs < load.num_requests:
+        failure = f"{handoff.num_handoffs:.0f} of {load.num_requests} requests had one"
+        return Row(section=SECTION, name=name, shape=str(load), failure=failure)
     return Row(
         section=SECTION,
-        name="hand-off, mean time after the first token",
+        name=name,
         shape=str(load),
-        figure=handoff.exposed_s / handoff.num_requests,
+        figure=handoff.exposed_s / handoff.num_handoffs,
         unit="s",
         share=handoff.exposed_s / handoff.ttft_s,
         goal=HANDOFF_GOAL,

@@ -1,4 +1,4 @@
-"""transformers' paged continuous batching on the same card, with the same weights and prompts as long, without a server:
+"""transformers' paged continuous batching, as it comes and without a server, with the same weights and prompts as long:
 beside the figures of `benchmarks.gpu_services`."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WAIT_S = 60.0
 
 
 def measure(situation: Situation) -> Iterator[Message]:
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
     loads = Loads.of(situation)
     yield Begun("loading")
@@ -35,8 +35,12 @@ def measure(situation: Situation) -> Iterator[Message]:
     generation = GenerationConfig(
         max_new_tokens=loads.wide.output_tokens, do_sample=False, eos_token_id=NO_END, pad_token_id=0
     )
+    # It takes what memory there is, which on a host is too much.
+    batching = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=256) if situation.is_dry else None
     prompts = Prompts(config["vocab_size"])
-    with model.continuous_batching_context_manager(generation_config=generation) as manager:
+    with model.continuous_batching_context_manager(
+        generation_config=generation, continuous_batching_config=batching
+    ) as manager:
         yield Begun("one prompt")
         long, wide = loads.long, loads.wide
         generate(manager, prompts.draw(1, long.input_tokens), 1)
