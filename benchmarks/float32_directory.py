@@ -15,7 +15,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from weir.engine.weights import open_weights
+from weir.engine.open_weights import open_weights
 
 
 def write_float32_directory(model_dir: Path, destination: Path) -> None:

@@ -35,6 +35,7 @@ from weir.core.deadline import Deadline
 from weir.core.kv_layout import KvLayout
 from weir.core.request import FirstToken, HandoffId, HandoffKey
 from weir.core.worker import Incarnation, WorkerId
+from weir.engine.block_access import HostPiece
 
 LAYOUT = KvLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, kv_dtype="float32")  # 720 KiB a block
 CHUNK_BYTES = 256 << 10
@@ -52,19 +53,28 @@ class Slabs:
     """Source and sink at once: `num_blocks` slabs in one array."""
 
     block_size = LAYOUT.block_size
-    block_bytes = LAYOUT.block_bytes
+    block_bytes = piece_bytes = LAYOUT.block_bytes
 
     def __init__(self, num_blocks: int, seed: int) -> None:
         shape = (num_blocks, self.block_bytes)
         self.array = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
-    def view(self, block_index: int) -> memoryview:
-        return self.array[block_index].data
+    def read(self, block_index: int, slab_offset: int, size_bytes: int, on_read: Callable[[], None]) -> HostPiece:
+        return self.target(block_index, slab_offset, size_bytes)
 
-    target = view
+    def target(self, block_index: int, slab_offset: int, size_bytes: int) -> HostPiece:
+        return HostPiece(self.array[block_index].data[slab_offset : slab_offset + size_bytes])
 
-    def absorb(self, first_token: int, num_tokens: int, payload: memoryview, source_block_size: int) -> None:
-        raise AssertionError("block sizes are equal")
+    def absorb(
+        self,
+        first_token: int,
+        num_tokens: int,
+        payload: memoryview,
+        source_block_size: int,
+        on_absorbed: Callable[[], None],
+    ) -> None:
+        self.array[first_token // self.block_size] = np.frombuffer(payload, dtype=np.uint8)  # block sizes are equal
+        on_absorbed()
 
 
 def identity(name: str) -> TransferIdentity:

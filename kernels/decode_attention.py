@@ -75,11 +75,22 @@ def decode_attention(
     scale: float,
     sliding_window: int | None = None,
     kv_scales: torch.Tensor | None = None,
+    is_batch_invariant: bool = False,
 ) -> torch.Tensor:
-    """Attend from `query` [num_seqs, num_heads, head_dim], one row a sequence; the caller owns the result."""
+    """Attend from `query` [num_seqs, num_heads, head_dim], one row a sequence; the caller owns the result.
+
+    Args:
+        is_batch_invariant: a sequence's result is the same to the bit in any batch.
+    """
     arguments = (query, k_cache, v_cache, block_tables, seq_lens)
     if query.is_cuda and k_cache.dtype != torch.int8:
-        from kernels.gpu.decode_attention import decode_attention_triton
+        from kernels.gpu.decode_attention import INVARIANT_SPLIT_SIZE, decode_attention_triton
 
-        return decode_attention_triton(*arguments, scale=scale, sliding_window=sliding_window, kv_scales=kv_scales)
+        return decode_attention_triton(
+            *arguments,
+            scale=scale,
+            sliding_window=sliding_window,
+            kv_scales=kv_scales,
+            split_size=INVARIANT_SPLIT_SIZE if is_batch_invariant else None,
+        )
     return decode_attention_reference(*arguments, scale=scale, sliding_window=sliding_window, kv_scales=kv_scales)

@@ -11,10 +11,14 @@ import torch.nn.functional as functional
 from kernels.cpu.packed_matrix import PackedMatrix
 from kernels.cpu.plan import AnyRows, AnyTensor, PlannedRows, PlannedTensor
 from kernels.cpu.structs import Kind
+from kernels.linear import AnyMatrix, InvariantMatrix
+from kernels.quantized_matrix import QuantizedMatrix
 
 
-def embedding_reference(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def embedding_reference(token_ids: torch.Tensor, weight: torch.Tensor | QuantizedMatrix) -> torch.Tensor:
     """Plain torch."""
+    if isinstance(weight, QuantizedMatrix):
+        return weight.unpacked(token_ids).dequantized().to(weight.dtype)
     return functional.embedding(token_ids, weight)
 
 
@@ -23,10 +27,12 @@ def embedding_cpu(token_ids: PlannedTensor, weight: PackedMatrix) -> PlannedRows
     return token_ids.plan.add(Kind.EMBEDDING, token_ids.plan.rows(weight.num_inputs), matrix=weight)
 
 
-def embedding(token_ids: AnyTensor, weight: torch.Tensor | PackedMatrix) -> AnyRows:
+def embedding(token_ids: AnyTensor, weight: AnyMatrix) -> AnyRows:
     """The rows `token_ids` of `weight`; the caller owns the result."""
     if isinstance(token_ids, PlannedTensor):
         assert isinstance(weight, PackedMatrix)
         return embedding_cpu(token_ids, weight)
-    assert isinstance(weight, torch.Tensor)
+    assert not isinstance(weight, PackedMatrix)
+    if isinstance(weight, InvariantMatrix):
+        weight = weight.tensor
     return embedding_reference(token_ids, weight)

@@ -49,10 +49,17 @@ def moe(
     *,
     top_k: int,
     is_renormalised: bool,
+    is_batch_invariant: bool = False,
 ) -> torch.Tensor:
-    """Send each row of `hidden` through its `top_k` experts, plus `residual`; the caller owns the result."""
-    if hidden.is_cuda:
-        from kernels.gpu.moe import moe_triton
+    """Send each row of `hidden` through its `top_k` experts, plus `residual`; the caller owns the result.
 
-        return moe_triton(hidden, router_logits, gate_up, down, residual, top_k=top_k, is_renormalised=is_renormalised)
-    return moe_reference(hidden, router_logits, gate_up, down, residual, top_k=top_k, is_renormalised=is_renormalised)
+    Args:
+        is_batch_invariant: on a GPU, a row's result is the same to the bit whatever rows are beside it.
+    """
+    arguments = (hidden, router_logits, gate_up, down, residual)
+    if hidden.is_cuda:
+        from kernels.gpu.moe import INVARIANT_ROWS, moe_triton
+
+        tile_rows = INVARIANT_ROWS if is_batch_invariant else None
+        return moe_triton(*arguments, top_k=top_k, is_renormalised=is_renormalised, tile_rows=tile_rows)
+    return moe_reference(*arguments, top_k=top_k, is_renormalised=is_renormalised)

@@ -25,6 +25,7 @@ def paged_attention_parts(
     *,
     sliding_window: int | None = None,
     kv_scales: torch.Tensor | None = None,
+    is_batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Each kind of sequence through its own op."""
     num_kv_heads, head_dim = k_cache.shape[1], head_dim_of(k_cache)
@@ -42,6 +43,7 @@ def paged_attention_parts(
                 scale=scale,
                 sliding_window=sliding_window,
                 kv_scales=kv_scales,
+                is_batch_invariant=is_batch_invariant,
             )
         )
     if num_decodes < len(batch.seq_lens):
@@ -88,9 +90,18 @@ def paged_attention(
     *,
     sliding_window: int | None = None,
     kv_scales: torch.Tensor | None = None,
+    is_batch_invariant: bool = False,
 ) -> AnyRows:
     """Attend from the queries in `rows`; the caller owns the result."""
     if isinstance(rows, PlannedRows):
         return paged_attention_cpu(rows, k_cache, v_cache, sliding_window=sliding_window)
     assert not isinstance(batch, PlannedBatch)
-    return paged_attention_parts(rows, batch, k_cache, v_cache, sliding_window=sliding_window, kv_scales=kv_scales)
+    return paged_attention_parts(
+        rows,
+        batch,
+        k_cache,
+        v_cache,
+        sliding_window=sliding_window,
+        kv_scales=kv_scales,
+        is_batch_invariant=is_batch_invariant,
+    )

@@ -22,6 +22,8 @@ MIN_ROWS = 16
 MAX_SPLITS = 64
 MIN_SPLIT_TILES = 4
 MERGED_AT_ONCE = 16
+INVARIANT_SPLIT_SIZE = 8 * TILE
+"""Tokens of a part where nothing may depend on the batch: a context of 8,192 keeps 16 programs a KV head busy."""
 OPTIONS = {"num_warps": 4, "num_stages": 3}
 
 

@@ -21,6 +21,8 @@ SHAPES = (
     TileShape(rows=64, outputs=128, row_bytes=128, num_warps=4, num_stages=3),
     TileShape(rows=128, outputs=128, row_bytes=128, num_warps=8, num_stages=3),
 )
+INVARIANT_ROWS = 64
+"""Of the tiles where nothing may depend on the batch."""
 
 
 @triton.jit

@@ -22,11 +22,13 @@ def dot(left, right):
 
 @triton.jit
 def rounded(values, dtype: tl.constexpr):
-    """Float32 `values` as `dtype`, to nearest even."""
+    """Float32 `values` as `dtype`, to nearest even; as e4m3 to its largest where they are beyond it."""
     if IS_INTERPRETED and dtype == tl.bfloat16:
         bits = values.to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
         return (bits & 0xFFFF0000).to(tl.float32, bitcast=True).to(tl.bfloat16)
+    if dtype == tl.float8e4nv:
+        return as_float8(values)
     return values.to(dtype)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -112,6 +115,24 @@ async def test_many_sequences_on_one_stream_equal_their_solo_runs() -> None:
         assert tokens == {request.sequence_id: expected_output(request)[0] for request in requests}
         assert await started.is_clean()
         assert sum(started.engine.take_iteration_tokens()) > 0
+
+
+async def test_engine_that_only_waits_for_the_disk_goes_on_by_itself() -> None:
+    block_bytes = 4 * 8
+    tiers = {"host_kv_cache_bytes": 100 * block_bytes, "disk_kv_cache_bytes": 400 * block_bytes}
+    async with start(num_blocks=40, disk_kv_cache_dir=Path(tempfile.gettempdir()), **tiers) as started:
+        cold = started.engine._thread.engine._cache.cold
+        assert cold is not None
+        cold.token_s = lambda: math.inf  # this disk is always worth its while
+        for index in range(24):
+            prompt = [index % 12, *[token % 40 for token in range(90)]]
+            request = make_request(f"s{index}", prompt, max_tokens=4)
+            stream = started.engine.open_stream()
+            await started.engine.submit(request, stream)
+            assert await read_all(stream, 1) == {request.sequence_id: expected_output(request)[0]}
+        stats = started.engine.stats()
+        assert stats.disk.num_hit_tokens > 0
+        assert await started.is_clean()
 
 
 async def test_facts_of_the_model_are_there_once_it_is_loaded() -> None:

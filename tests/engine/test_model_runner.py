@@ -109,6 +109,13 @@ def test_a_device_that_is_not_there_is_refused_by_name(tiny_model_dir: Path) -> 
         ModelRunner(EngineConfig(model_dir=tiny_model_dir, device="cuda"))
 
 
+def test_batch_invariance_is_refused_where_it_cannot_be_had(tiny_model_dir: Path) -> None:
+    ModelRunner(EngineConfig(model_dir=tiny_model_dir, num_blocks=128, batch_invariant=True))
+    with pytest.raises(ConfigError, match="it needs the CPU kernels") as caught:
+        ModelRunner(EngineConfig(model_dir=tiny_model_dir, num_blocks=128, batch_invariant=True, kernel_cache_dir=None))
+    assert caught.value.param == "batch_invariant"
+
+
 def test_a_shorter_context_needs_fewer_blocks(tiny_model_dir: Path) -> None:
     runner = ModelRunner(EngineConfig(model_dir=tiny_model_dir, num_blocks=4, max_model_len=64))
     assert runner.max_model_len == 64

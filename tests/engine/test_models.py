@@ -189,7 +189,6 @@ def test_old_and_new_spelling_of_rope_settings_mean_the_same() -> None:
         ({"rope_scaling": {"rope_type": "unheard-of"}}, "unheard-of"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "'factor'"),
         ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1], "long_factor": [1]}}, "8 factors"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ],
 )
 def test_a_model_that_is_not_supported_is_refused_by_name(change: dict[str, Any], named: str) -> None:

@@ -99,7 +99,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
     ),
     "unsupported dtype": (
         lambda t: t.update({LAST_NORM: torch.ones(48, dtype=torch.int32)}),
-        rf"tensor {LAST_NORM} is I32",
+        rf"tensor {LAST_NORM} is torch\.int32, not floats",
     ),
 }
 

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
+from tests.fakes.hidden_cache import LateCopies, hide_from_host
 from tests.fakes.worker_pair import WorkerPair
 from weir.core.kv_layout import KvLayout
 from weir.core.model_card import ModelCard
 from weir.engine.async_engine import AsyncEngine
 from weir.engine.batch import Batch, BatchArrays, ScheduledSequence
+from weir.engine.block_copies import BlockCopies
 from weir.engine.config import EngineConfig
 from weir.engine.paged_kv_cache import PagedKvCache
 
@@ -118,20 +120,33 @@ class CountingRunner:
 
 
 class FakeEngine(AsyncEngine):
-    """An `AsyncEngine` of a `CountingRunner`, which is its attribute `runner`."""
+    """An `AsyncEngine` of a `CountingRunner`, which is its attribute `runner`.
+
+    Args:
+        copies: the host does not see its blocks, and these bring them there and back.
+    """
 
     runner: CountingRunner
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, copies: LateCopies | None = None, **settings: Any) -> None:
         options: dict[str, Any] = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 16, "max_num_batched_tokens": 16}
-        super().__init__(EngineConfig(model_dir=Path("/nowhere"), **options | settings), load_runner=self._load)
+        self.copies = copies
+        super().__init__(
+            EngineConfig(model_dir=Path("/nowhere"), **options | settings),
+            load_runner=self._load,
+            make_copies=lambda device: copies or BlockCopies(device),
+        )
 
     def _load(self, config: EngineConfig) -> CountingRunner:
         self.runner = CountingRunner(config)
+        if self.copies is not None:
+            hide_from_host(self.runner.cache)
         return self.runner
 
     async def __aexit__(self, *exc_info: object) -> None:
         self.runner.run_freely()
+        if self.copies is not None:
+            self.copies.run_freely()
         await super().__aexit__(*exc_info)
 
 

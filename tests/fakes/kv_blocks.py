@@ -1,7 +1,11 @@
-"""KV memory of two workers: slabs with known bytes, which notice being read or written when they must not be."""
+"""KV memory of two workers: slabs with known bytes, which notice being read or written when they must not be.
+
+`Slow` ones are like memory on a device: every piece takes a while on its way to or from host memory.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from weir.core.kv_layout import KvLayout
+from weir.engine.block_access import HostPiece
 
 
 def token_bytes_of(layout: KvLayout, token_index: int, seed: int) -> np.ndarray:
@@ -21,26 +26,6 @@ def token_bytes_of(layout: KvLayout, token_index: int, seed: int) -> np.ndarray:
 def tokens_of(layout: KvLayout, num_tokens: int, seed: int) -> np.ndarray:
     """`[num_tokens, num_layers, 2, num_kv_heads, head_dim]`."""
     return np.stack([token_bytes_of(layout, index, seed) for index in range(num_tokens)])
-
-
-@dataclass(frozen=True, slots=True)
-class HostPiece:
-    """A `SourcePiece` and a `SinkPiece` of a slab in host memory: there is nothing to copy."""
-
-    memory: memoryview
-
-    @property
-    def payload(self) -> memoryview:
-        return self.memory
-
-    def release(self) -> None:
-        pass
-
-    def place(self, on_placed: Callable[[], None]) -> None:
-        on_placed()
-
-    def discard(self) -> None:
-        pass
 
 
 @dataclass
@@ -146,3 +131,104 @@ class FakeSink:
     def is_untouched(self) -> bool:
         """Nobody wrote since `freeze`."""
         return self.slabs.tobytes() == self.frozen
+
+
+class SlowRead:
+    """A piece that is copied to host memory a while after it was asked for."""
+
+    def __init__(self, source: SlowSource, slab: memoryview, on_read: Callable[[], None]) -> None:
+        self.payload: memoryview | None = None
+        self._source = source
+        self._slab = slab
+        self._on_read = on_read
+        self._is_released = False
+        source.num_reading += 1
+        asyncio.get_running_loop().call_later(source.delay_s(), self._read)
+
+    def release(self) -> None:
+        assert not self._is_released, "released twice"
+        self._is_released = True
+        self.payload = None
+        self._source.num_unreleased -= 1
+
+    def _read(self) -> None:
+        assert not self._source.is_closed, "read after on_end"
+        self._source.num_reading -= 1
+        if not self._is_released:
+            self.payload = memoryview(bytes(self._slab))
+        self._on_read()
+
+
+@dataclass
+class SlowSource(FakeSource):
+    """Blocks of a prefill worker on a device; `delay_s` is drawn for every piece."""
+
+    delay_s: Callable[[], float] = lambda: 0.001
+    num_reading: int = 0
+    num_unreleased: int = 0
+
+    def read(  # type: ignore[override]
+        self, block_index: int, slab_offset: int, size_bytes: int, on_read: Callable[[], None]
+    ) -> SlowRead:
+        self.num_unreleased += 1
+        return SlowRead(self, super().read(block_index, slab_offset, size_bytes, on_read).memory, on_read)
+
+    def close(self) -> None:
+        assert self.num_reading == 0, "ended while blocks are read"
+        assert self.num_unreleased == 0, "ended with pieces that nobody released"
+        super().close()
+
+
+class SlowWrite:
+    """A piece that is copied to its block a while after it was placed."""
+
+    def __init__(self, sink: SlowSink, slab: memoryview) -> None:
+        self.memory = memoryview(bytearray(slab.nbytes))
+        self._sink = sink
+        self._slab = slab
+        sink.num_open += 1
+
+    def place(self, on_placed: Callable[[], None]) -> None:
+        def write() -> None:
+            self._slab[:] = self.memory
+            self._sink.num_open -= 1
+            on_placed()
+
+        asyncio.get_running_loop().call_later(self._sink.delay_s(), write)
+
+    def discard(self) -> None:
+        self._sink.num_open -= 1
+
+
+@dataclass
+class SlowSink(FakeSink):
+    """Blocks of a decode worker on a device; `delay_s` is drawn for every piece."""
+
+    delay_s: Callable[[], float] = lambda: 0.001
+    num_open: int = 0
+
+    def target(  # type: ignore[override]
+        self, block_index: int, slab_offset: int, size_bytes: int
+    ) -> SlowWrite | None:
+        piece = super().target(block_index, slab_offset, size_bytes)
+        return None if piece is None else SlowWrite(self, piece.memory)
+
+    def absorb(
+        self,
+        first_token: int,
+        num_tokens: int,
+        payload: memoryview,
+        source_block_size: int,
+        on_absorbed: Callable[[], None],
+    ) -> None:
+        self.num_open += 1
+
+        def write() -> None:
+            self.num_open -= 1
+            super(SlowSink, self).absorb(first_token, num_tokens, payload, source_block_size, on_absorbed)
+
+        asyncio.get_running_loop().call_later(self.delay_s(), write)
+
+    def freeze(self) -> None:
+        assert self.num_open == 0, "ended while blocks are written"
+        super().freeze()

@@ -10,7 +10,7 @@ import torch
 
 from weir.engine.batch import ScheduledSequence
 from weir.engine.model_runner import ModelRunner
-from weir.engine.weights import open_weights
+from weir.engine.open_weights import open_weights
 
 MAX_RELATIVE_DIFFERENCE = 1e-4
 

@@ -36,6 +36,7 @@ from weir.core.request import (
 )
 from weir.core.worker import Incarnation, Role, WorkerId
 from weir.engine.async_engine import AsyncEngine
+from weir.engine.block_staging import StagedBlocks
 from weir.runtime.metrics import WorkerMetrics
 
 T = TypeVar("T")
@@ -277,10 +278,12 @@ class WorkerPair:
         return result, streams
 
     async def assert_at_rest(self) -> None:
-        """Both pools at their baseline, no hold, no transfer, no holding recorded; every law holds."""
+        """Both pools at their baseline, no hold, no transfer, no slot taken, no holding recorded; every law holds."""
         for engine in (self.prefill_engine, self.decode_engine):
             await until(lambda engine=engine: is_at_rest(engine), self._wait_s)  # type: ignore[misc]
             await engine.check_integrity()
+            if isinstance(blocks := engine.blocks, StagedBlocks):
+                await until(lambda blocks=blocks: blocks.num_free_slots == blocks.num_slots)  # type: ignore[misc]
         await until(lambda: self.server.num_unreleased == 0, self._wait_s)
         assert self.prefill.num_held == self.prefill.num_held_blocks == 0
         assert self.decode.num_open == self.client.num_in_flight == 0

@@ -7,16 +7,32 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.fakes.hidden_cache import LateCopies, hide_from_host
 from tests.fakes.worker_pair import WorkerPair
 from weir.engine.async_engine import AsyncEngine
+from weir.engine.block_copies import BlockCopies
 from weir.engine.config import EngineConfig
+from weir.engine.step_computation import Runner, load_model_runner
 
 MAX_MODEL_LEN = 512
 POOL_TOKENS = 4096
 
 
-def engine_of(model_dir: Path, *, block_size: int = 16, **settings: Any) -> AsyncEngine:
-    """An engine with a pool of some sequences, if nothing else is said."""
+def engine_of(
+    model_dir: Path, *, block_size: int = 16, copies: LateCopies | None = None, **settings: Any
+) -> AsyncEngine:
+    """An engine with a pool of some sequences, if nothing else is said.
+
+    Args:
+        copies: the host does not see its blocks, and these bring them there and back.
+    """
+
+    def load(config: EngineConfig) -> Runner:
+        runner = load_model_runner(config)
+        if copies is not None:
+            hide_from_host(runner.cache)
+        return runner
+
     defaults: dict[str, Any] = {
         "max_model_len": MAX_MODEL_LEN,
         "num_blocks": max(POOL_TOKENS // block_size, 8),
@@ -24,7 +40,11 @@ def engine_of(model_dir: Path, *, block_size: int = 16, **settings: Any) -> Asyn
         "max_num_batched_tokens": 64,
         "num_threads": 1,
     }
-    return AsyncEngine(EngineConfig(model_dir=model_dir, block_size=block_size, device="cpu", **defaults | settings))
+    return AsyncEngine(
+        EngineConfig(model_dir=model_dir, block_size=block_size, device="cpu", **defaults | settings),
+        load_runner=load,
+        make_copies=lambda device: copies or BlockCopies(device),
+    )
 
 
 @asynccontextmanager

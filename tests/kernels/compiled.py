@@ -25,10 +25,10 @@ from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from tests.kernels.compile_cases import attention, blocks, linear, lora_matmul, moe, rows
+from tests.kernels.compile_cases import attention, blocks, linear, lora_matmul, moe, quantized, rows
 from tests.kernels.compile_cases.case import Case
 
-GROUPS = (attention, rows, blocks, linear, moe, lora_matmul)
+GROUPS = (attention, rows, blocks, linear, quantized, moe, lora_matmul)
 
 LIMITS = Path(__file__).with_suffix(".json")
 NVIDIA = {f"sm_{number}": GPUTarget("cuda", number, 32) for number in (80, 89, 90)}
@@ -43,10 +43,11 @@ def resources(case: Case, target: GPUTarget) -> dict[str, int]:
     """Registers a thread; bytes a thread spills; shared bytes of a program."""
     names = case.kernel.arg_names
     aligned = [name for name, type in case.types.items() if _is_aligned(case, name, type)]
+    constants = {**case.constants, **(case.amd_constants if target.backend == "hip" else {})}
     source = ASTSource(
         fn=case.kernel,
         signature={name: case.types.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in case.constants.items()},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     options = {**case.options, **(case.amd_options if target.backend == "hip" else {})}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.gpu.linear import linear_triton
-from kernels.linear import linear_reference
+from kernels.linear import InvariantMatrix, linear, linear_reference
 from tests.kernels.paged_pool import TOLERANCE, rms_ratio
 
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -38,6 +38,16 @@ def test_linear(dtype: torch.dtype, num_rows: int, num_outputs: int, num_inputs:
     expected = linear_reference(rows.double(), weight.double(), *more)
     assert (found.dtype, found.shape) == (dtype, expected.shape)
     assert not found.numel() or rms_ratio(found, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_a_matrix_that_is_invariant_is_multiplied_so(is_gated: bool) -> None:
+    rows, weight, bias = torch.randn(5, 40), torch.randn(32, 40), torch.randn(32)
+    residual = torch.randn(5, 16 if is_gated else 32)
+    found = linear(rows, InvariantMatrix(weight), bias, residual.clone(), is_gated=is_gated)
+    expected = linear_reference(rows, weight, bias, residual, is_gated=is_gated)
+    assert isinstance(found, torch.Tensor)
+    assert rms_ratio(found, expected) < TOLERANCE[torch.float32]
 
 
 def test_what_a_row_gets_does_not_depend_on_the_rows_beside_it() -> None:

@@ -15,11 +15,11 @@ from kv_transfer.settings import ConnectionTiming
 from kv_transfer.stats import TransferStats
 from protos.common_pb2 import HandoffKey
 from protos.kv_transfer_pb2 import Blocks, Credit, Frame
-from tests.fakes.kv_blocks import HostPiece
 from tests.fakes.memory_transport import MemoryEndpoint, MemoryNetwork
 from tests.fakes.virtual_loop import run_virtual, virtual_clock
 from tests.kv_transfer.identities import make_identity
 from weir.core.errors import HopFailedError, TransferProtocolError, WorkerLostError
+from weir.engine.block_access import HostPiece
 
 TIMING = ConnectionTiming(heartbeat_s=1.0, idle_timeout_s=5.0, handshake_timeout_s=3.0)
 

@@ -1,7 +1,8 @@
 """Whole hand-offs over a link that loses, repeats, corrupts, stalls and breaks, in virtual time and from a seed.
 
 However it goes: a fetch ends; what it returns is right; nobody writes to its sink afterwards; every source hears its
-end exactly once, is not read afterwards and was not changed under a write; no hold outlives its lease.
+end exactly once, is not read afterwards and was not changed under a write; no hold outlives its lease. With every other
+seed the blocks are on devices, and each piece takes a while.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kv_transfer.receiver import TransferClient
 from kv_transfer.sender import Offer, TransferServer
 from kv_transfer.settings import ConnectionTiming, ReceiverConfig, SenderConfig
 from kv_transfer.transfer_state import EndReason, Seal
-from tests.fakes.kv_blocks import FakeSink, FakeSource, tokens_of
+from tests.fakes.kv_blocks import FakeSink, FakeSource, SlowSink, SlowSource, tokens_of
 from tests.fakes.memory_transport import Faults, MemoryNetwork
 from tests.fakes.virtual_loop import run_virtual, virtual_clock
 from tests.kv_transfer.identities import FIRST_TOKEN, LAYOUT, make_identity, make_key, with_block_size
@@ -61,6 +62,7 @@ class World:
 
     def __init__(self, seed: int, faults: Faults) -> None:
         self.rng = random.Random(seed)
+        self.has_devices = seed % 2 == 1
         self.network = MemoryNetwork(
             Faults(
                 seed=seed,
@@ -105,6 +107,8 @@ class World:
         for epoch in range(1, rng.choice((1, 1, 2)) + 1):
             key = make_key(f"h{index}", epoch)
             source = FakeSource(LAYOUT, num_tokens, seed=index)
+            if self.has_devices:
+                source = SlowSource(LAYOUT, num_tokens, seed=index, delay_s=lambda: rng.random() * 0.004)
             self.outcomes[key] = Outcome(source)
             async with asyncio.TaskGroup() as tasks:
                 decode, later = rng.sample(("d", "e"), 2)
@@ -154,7 +158,10 @@ class World:
         client = self.clients[decode]
         layout = with_block_size(LAYOUT.block_size if decode == "d" else 12)
         skip_blocks = rng.choice((0, 0, rng.randint(0, (num_tokens - 1) // layout.block_size)))
-        sink = FakeSink(layout, num_tokens, skip_tokens=skip_blocks * layout.block_size)
+        skip_tokens = skip_blocks * layout.block_size
+        sink = FakeSink(layout, num_tokens, skip_tokens=skip_tokens)
+        if self.has_devices:
+            sink = SlowSink(layout, num_tokens, skip_tokens=skip_tokens, delay_s=lambda: rng.random() * 0.004)
         outcome.sinks.append(sink)
         patience_s = rng.choice((DEADLINE_S, DEADLINE_S, rng.random() * 0.3))
 

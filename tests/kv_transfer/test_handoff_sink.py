@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,16 +53,69 @@ class FakeLink:
         return [frame.WhichOneof("body") for frame in self.sent]
 
 
+class PendingWrite:
+    """A piece that is in its block when the test says so."""
+
+    def __init__(self, sink: PendingSink, slab: memoryview) -> None:
+        self.memory = memoryview(bytearray(slab.nbytes))
+        self._sink = sink
+        self._slab = slab
+
+    def place(self, on_placed: Callable[[], None]) -> None:
+        def write() -> None:
+            self._slab[:] = self.memory
+            on_placed()
+
+        self._sink.writes.append(write)
+
+    def discard(self) -> None:
+        self._sink.num_discarded += 1
+
+
+class PendingSink(FakeSink):
+    """Keeps everything that it should place."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.writes: list[Callable[[], None]] = []
+        self.num_discarded = 0
+
+    def target(  # type: ignore[override]
+        self, block_index: int, slab_offset: int, size_bytes: int
+    ) -> PendingWrite | None:
+        piece = super().target(block_index, slab_offset, size_bytes)
+        return None if piece is None else PendingWrite(self, piece.memory)
+
+    def absorb(
+        self,
+        first_token: int,
+        num_tokens: int,
+        payload: memoryview,
+        source_block_size: int,
+        on_absorbed: Callable[[], None],
+    ) -> None:
+        self.writes.append(partial(super().absorb, first_token, num_tokens, payload, source_block_size, on_absorbed))
+
+
 class Bench:
     """A real source of 40 tokens feeds the sink, frame by frame."""
 
     def __init__(
-        self, *, skip_tokens: int = 0, layout: KvLayout = LAYOUT, uses_checksums: bool = True, is_direct: bool = True
+        self,
+        *,
+        skip_tokens: int = 0,
+        layout: KvLayout = LAYOUT,
+        uses_checksums: bool = True,
+        is_direct: bool = True,
+        is_pending: bool = False,
+        credit_bytes: int = INITIAL_CREDIT,
+        window_bytes: int = INITIAL_CREDIT * 4,
     ) -> None:
         self.now_s = 0.0
         self.num_news = 0
         self.blocks = FakeSource(LAYOUT, 40)
-        self.memory = FakeSink(layout, 40, skip_tokens=skip_tokens, is_direct=is_direct)
+        sink = PendingSink if is_pending else FakeSink
+        self.memory = sink(layout, 40, skip_tokens=skip_tokens, is_direct=is_direct)
         self.link = FakeLink(uses_checksums=uses_checksums)
         self.uses_checksums = uses_checksums
         self.handoff = HandoffSink(
@@ -68,8 +123,8 @@ class Bench:
             adapter="a",
             token_bytes=LAYOUT.token_bytes,
             skip_tokens=skip_tokens,
-            initial_credit_bytes=INITIAL_CREDIT,
-            window_bytes=INITIAL_CREDIT * 4,
+            initial_credit_bytes=credit_bytes,
+            window_bytes=window_bytes,
             clock=lambda: self.now_s,
             on_news=self.on_news,
         )
@@ -109,9 +164,9 @@ class Bench:
             self.handoff.payload_received(outgoing.frame.blocks, target)
         return True
 
-    def run(self) -> None:
-        """Bring everything over, and what goes back too."""
-        num_read = len(self.link.sent)
+    def run(self, num_read: int | None = None) -> None:
+        """Bring everything over, and what goes back too, but for the first `num_read` frames; None: those until now."""
+        num_read = len(self.link.sent) if num_read is None else num_read
         while True:
             moved = self.step()
             for frame in self.link.sent[num_read:]:
@@ -479,3 +534,100 @@ def test_the_reason_of_a_loss_keeps_its_class_if_it_speaks_of_a_hand_off() -> No
         assert type(bench.handoff.failure) is cls
         assert bench.handoff.failure is not None
         assert (bench.handoff.failure.message, bench.handoff.failure.hop) == ("why", "transfer")
+
+
+# Sinks that take a while
+
+
+def pending_bench(**options: Any) -> tuple[Bench, PendingSink]:
+    bench = Bench(is_pending=True, **options)
+    assert isinstance(bench.memory, PendingSink)
+    return bench, bench.memory
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+@pytest.mark.parametrize("num_staged", [0, 2, 10])
+def test_the_commit_waits_until_the_last_byte_is_placed(num_staged: int, is_direct: bool) -> None:
+    bench, memory = pending_bench(is_direct=is_direct)
+    bench.start()
+    for _ in range(num_staged):
+        bench.step()
+    bench.handoff.attach_sink(memory)
+    bench.run()
+    while memory.writes:
+        assert bench.handoff.state is SinkState.RECEIVING
+        assert bench.handoff.is_placing
+        memory.writes.pop()()  # in any order
+    bench.assert_arrived()
+    assert not bench.handoff.is_placing
+
+
+def test_credit_comes_back_with_the_memory_that_a_piece_took() -> None:
+    window_bytes = 2 * LAYOUT.block_bytes
+    bench, memory = pending_bench(credit_bytes=window_bytes, window_bytes=window_bytes)
+    bench.start()
+    bench.handoff.attach_sink(memory)
+    bench.run()
+    assert "credit" not in bench.link.bodies()
+    assert not bench.step(), "it sends without credit"
+    while memory.writes:
+        num_sent = len(bench.link.sent)
+        memory.writes.pop(0)()
+        bench.run(num_sent)
+    bench.assert_arrived()
+    credits = [frame.credit.size_bytes for frame in bench.link.sent if frame.HasField("credit")]
+    assert window_bytes / 2 < sum(credits) <= 3 * LAYOUT.block_bytes
+
+
+def test_what_is_placed_late_gives_no_credit_on_a_later_connection() -> None:
+    window_bytes = 2 * LAYOUT.block_bytes
+    bench, memory = pending_bench(credit_bytes=window_bytes, window_bytes=window_bytes)
+    bench.start()
+    bench.handoff.attach_sink(memory)
+    bench.run()
+    bench.handoff.stop()
+    bench.source.link_lost(bench.source.link)  # type: ignore[arg-type]
+    bench.start()
+    num_news = bench.num_news
+    while memory.writes:
+        memory.writes.pop()()
+    assert bench.link.bodies()[-1] == "fetch"
+    assert bench.num_news == num_news
+    bench.run()
+    while memory.writes:
+        num_sent = len(bench.link.sent)
+        memory.writes.pop()()
+        bench.run(num_sent)
+    bench.assert_arrived()
+
+
+def test_a_hand_off_that_ends_says_when_nothing_is_placed_any_more() -> None:
+    bench, memory = pending_bench()
+    bench.start()
+    bench.handoff.attach_sink(memory)
+    bench.step()
+    bench.step()
+    bench.handoff.fail(HandoffLostError("x"))
+    bench.handoff.stop()
+    num_news = bench.num_news
+    memory.writes.pop()()
+    assert bench.handoff.is_placing
+    assert bench.num_news == num_news
+    memory.writes.pop()()
+    assert not bench.handoff.is_placing
+    assert bench.num_news == num_news + 1
+
+
+def test_memory_of_a_piece_that_is_wrong_or_never_comes_whole_is_given_back() -> None:
+    bench, memory = pending_bench()
+    bench.start()
+    bench.handoff.attach_sink(memory)
+    bench.step(flip=True)
+    assert (memory.num_discarded, memory.writes) == (1, [])
+    outgoing = bench.source.next_frame()
+    assert outgoing is not None
+    assert outgoing.payload is not None
+    assert bench.handoff.payload_target(outgoing.frame.blocks, outgoing.payload.nbytes) is not None
+    bench.handoff.stop()
+    bench.handoff.stop()
+    assert memory.num_discarded == 2

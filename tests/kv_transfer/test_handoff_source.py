@@ -19,6 +19,7 @@ from protos.kv_transfer_pb2 import Fetch, Frame, Piece
 from tests.fakes.kv_blocks import FakeSource
 from tests.kv_transfer.identities import FIRST_TOKEN, LAYOUT, make_key
 from weir.core.errors import HandoffLostError, TransferProtocolError
+from weir.core.kv_layout import KvLayout
 from weir.core.request import HandoffKey
 from weir.core.worker import Incarnation, WorkerId
 
@@ -55,8 +56,8 @@ class FakeLink:
 class Bench:
     """A hand-off of 40 tokens (two full blocks and a half) with everything around it."""
 
-    def __init__(self, num_tokens: int = 40) -> None:
-        self.blocks = FakeSource(LAYOUT, num_tokens)
+    def __init__(self, num_tokens: int = 40, blocks: FakeSource | None = None) -> None:
+        self.blocks = blocks or FakeSource(LAYOUT, num_tokens)
         self.ended: list[EndReason] = []
         self.hold_ended: list[EndReason] = []
         self.now_s = 0.0
@@ -470,3 +471,143 @@ def test_it_awaits_computation_only_while_it_is_fetched_and_owes_nothing() -> No
     assert bench.source.awaits_computation
     bench.seal()
     assert not bench.source.awaits_computation, "all is computed"
+
+
+# Blocks that are read through host memory
+
+
+class PendingRead:
+    """A piece that is there when the test says so."""
+
+    def __init__(self, slab: memoryview, on_read: Callable[[], None]) -> None:
+        self.payload: memoryview | None = None
+        self.is_released = False
+        self._slab = slab
+        self._on_read = on_read
+
+    def end(self) -> None:
+        if not self.is_released:
+            self.payload = self._slab
+        self._on_read()
+
+    def release(self) -> None:
+        assert not self.is_released
+        self.is_released = True
+
+
+class PendingSource(FakeSource):
+    """Keeps every read that it is asked for."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.reads: list[PendingRead] = []
+
+    def read(  # type: ignore[override]
+        self, block_index: int, slab_offset: int, size_bytes: int, on_read: Callable[[], None]
+    ) -> PendingRead:
+        self.reads.append(PendingRead(super().read(block_index, slab_offset, size_bytes, on_read).memory, on_read))
+        return self.reads[-1]
+
+
+def pending_bench() -> tuple[Bench, list[PendingRead]]:
+    blocks = PendingSource(LAYOUT, 40)
+    return Bench(blocks=blocks), blocks.reads
+
+
+def test_a_frame_waits_for_its_bytes_and_those_behind_are_read_meanwhile_and_go_in_order() -> None:
+    bench, reads = pending_bench()
+    bench.seal()
+    bench.attach()
+    assert bench.pull() == []
+    assert len(reads) == 3 * BLOCK_FRAMES, "nothing is read ahead"
+    reads[1].end()
+    assert bench.pull() == []
+    num_wakes = bench.link.num_wakes
+    reads[0].end()
+    assert bench.link.num_wakes > num_wakes
+    assert pieces(bench.pull()) == [(0, 0, FRAME_BYTES), (0, FRAME_BYTES, FRAME_BYTES)]
+    for read in reads[2:]:
+        read.end()
+    frames = bench.pull()
+    assert frames[-1].frame.seal.num_blocks == 3
+    assert all(read.is_released for read in reads)
+
+
+def test_no_more_is_read_than_the_credit_and_the_read_ahead_cover() -> None:
+    bench, reads = pending_bench()
+    bench.seal()
+    bench.attach(credit_bytes=2 * FRAME_BYTES)
+    bench.pull()
+    assert len(reads) == 2
+    large = KvLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, kv_dtype="float16")
+    blocks = PendingSource(large, 80)
+    source = HandoffSource(
+        make_key(),
+        decode_incarnation="d-1",
+        adapter="",
+        source=blocks,
+        frame_bytes=1 << 19,
+        clock=lambda: 0.0,
+        on_hold_ended=lambda *_: None,
+        on_end=lambda *_: None,
+    )
+    source.seal(Seal(num_tokens=80, first_token=FIRST_TOKEN))
+    source.attach(FakeLink(), Fetch(credit_bytes=PLENTY))
+    assert source.next_frame() is None
+    assert len(blocks.reads) == 4, "2 MiB of 10"
+
+
+def test_a_piece_that_was_wrong_is_read_again() -> None:
+    bench, reads = pending_bench()
+    bench.source.extend(1)
+    bench.attach()
+    bench.pull()
+    for read in list(reads):
+        read.end()
+    assert len(pieces(bench.pull())) == BLOCK_FRAMES
+    bench.source.nack(bench.link, [Piece(block_index=0, slab_offset=FRAME_BYTES, size_bytes=FRAME_BYTES)])
+    assert bench.pull() == []
+    reads[-1].end()
+    assert pieces(bench.pull()) == [(0, FRAME_BYTES, FRAME_BYTES)]
+
+
+def test_a_piece_that_is_read_but_not_sent_cannot_be_wrong() -> None:
+    bench, _ = pending_bench()
+    bench.seal()
+    bench.attach()
+    bench.pull()
+    with pytest.raises(TransferProtocolError, match="never sent"):
+        bench.source.nack(bench.link, [Piece(block_index=0, slab_offset=0, size_bytes=FRAME_BYTES)])
+    with pytest.raises(TransferProtocolError, match="before its seal"):
+        bench.source.commit(bench.link)
+
+
+@pytest.mark.parametrize("ends_by", ["end", "link lost", "fetch elsewhere", "rebind"])
+def test_blocks_come_back_when_the_last_read_is_over(ends_by: str) -> None:
+    bench, reads = pending_bench()
+    bench.seal()
+    bench.attach()
+    bench.pull()
+    reads[0].end()
+    INPUTS[ends_by](bench)
+    bench.source.end(EndReason.RELEASED)
+    assert all(read.is_released for read in reads), "what is not sent any more is not kept"
+    for read in reads[1:]:
+        assert bench.ended == []
+        read.end()
+    assert len(bench.ended) == 1
+
+
+def test_a_new_connection_reads_everything_anew() -> None:
+    bench, reads = pending_bench()
+    bench.seal()
+    bench.attach()
+    bench.pull()
+    other = FakeLink()
+    bench.attach(other)
+    assert bench.pull() == []
+    for read in list(reads):
+        read.end()
+    frames = bench.pull()
+    assert [each.frame.blocks.sequence_number for each in frames[:-1]] == list(range(3 * BLOCK_FRAMES))
+    assert bench.source.commit(other)

@@ -23,7 +23,7 @@ from kv_transfer.sender import Offer, TransferServer
 from kv_transfer.settings import ConnectionTiming, ReceiverConfig, SenderConfig
 from kv_transfer.tcp import SocketTransport
 from kv_transfer.transfer_state import EndReason, Received, Seal
-from tests.fakes.kv_blocks import FakeSink, FakeSource, HostPiece, tokens_of
+from tests.fakes.kv_blocks import FakeSink, FakeSource, tokens_of
 from tests.kv_transfer.identities import FIRST_TOKEN, LAYOUT, make_identity, make_key, with_block_size
 from weir.core.deadline import Deadline
 from weir.core.errors import (
@@ -38,6 +38,7 @@ from weir.core.errors import (
 )
 from weir.core.kv_layout import KvLayout
 from weir.core.request import HandoffKey
+from weir.engine.block_access import HostPiece
 
 FAST = ConnectionTiming(heartbeat_s=0.1, idle_timeout_s=0.6, handshake_timeout_s=0.5)
 BIG = KvLayout(num_layers=8, num_kv_heads=4, head_dim=64, block_size=16, kv_dtype="float32")  # 256 KiB a block

@@ -4,7 +4,7 @@ from prometheus_client import CollectorRegistry
 
 from kv_transfer.stats import TransferStats
 from weir.core.worker import Role
-from weir.engine.stats import EngineStats
+from weir.engine.stats import EngineStats, TierStats
 from weir.runtime.metrics import WorkerMetrics
 from weir.worker.engine_metrics import WorkerMetricsMirror
 
@@ -28,6 +28,9 @@ ENGINE = EngineStats(
     num_running=2,
     num_waiting=5,
     num_deferred=1,
+    num_loading=1,
+    host=TierStats(num_blocks=50, num_used_blocks=10, num_saved_blocks=30, num_hit_tokens=160),
+    disk=TierStats(num_blocks=80, num_used_blocks=20, num_saved_blocks=25, num_hit_tokens=32),
     queued_tokens=90,
     free_blocks=25,
     total_blocks=100,
@@ -47,10 +50,12 @@ TRANSFER.failures_by_reason["handoff_lost"] = 4
 def test_gauges_show_the_newest_figures() -> None:
     registry = refreshed(Role.DECODE, (EngineStats(num_running=9), TransferStats(), ()), (ENGINE, TRANSFER, ()))
     assert value(registry, "vllm:num_requests_running") == 2
-    assert value(registry, "vllm:num_requests_waiting") == 5
+    assert value(registry, "vllm:num_requests_waiting") == 6
     assert value(registry, "vllm:num_requests_waiting_by_reason", reason="capacity") == 4
-    assert value(registry, "vllm:num_requests_waiting_by_reason", reason="deferred") == 1
+    assert value(registry, "vllm:num_requests_waiting_by_reason", reason="deferred") == 2
     assert value(registry, "vllm:kv_cache_usage_perc", role="decode") == 0.75
+    assert value(registry, "weir_kv_tier_usage_perc", tier="host") == 0.2
+    assert value(registry, "weir_kv_tier_usage_perc", tier="disk") == 0.25
     assert value(registry, "weir_held_blocks") == 7
     assert value(registry, "weir_prefill_queued_tokens") == 90
     assert value(registry, "weir_decode_free_blocks") == 25
@@ -68,6 +73,10 @@ def test_counters_grow_by_what_the_engine_has_counted_and_no_more() -> None:
     assert value(registry, "vllm:prompt_tokens_by_source_total", source="external_kv_transfer") == 64
     assert value(registry, "vllm:generation_tokens_total") == 11
     assert value(registry, "vllm:num_preemptions_total") == 1
+    assert value(registry, "weir_kv_tier_saved_blocks_total", tier="host") == 30
+    assert value(registry, "weir_kv_tier_saved_blocks_total", tier="disk") == 25
+    assert value(registry, "weir_kv_tier_hit_tokens_total", tier="host") == 160
+    assert value(registry, "weir_kv_tier_hit_tokens_total", tier="disk") == 32
     assert value(registry, "weir_leases_expired_total") == 2
     assert value(registry, "weir_stale_frames_total") == 3
 

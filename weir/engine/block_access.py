@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from weir.engine.paged_kv_cache import PagedKvCache
-
 if TYPE_CHECKING:
     import torch
+
+    from weir.engine.paged_kv_cache import PagedKvCache
 
 
 class BlockRead(Protocol):

@@ -110,7 +110,7 @@ class StagedBlocks:
             dtype=torch.uint8,
             pin_memory=self._cache.tensor.is_cuda,
         )
-        self._views = [memoryview(slot.numpy()) for slot in self._slots]
+        self._memory = self._slots.view(-1).numpy().data
         return self
 
     async def __aexit__(
@@ -147,7 +147,7 @@ class StagedBlocks:
         """See BlockAccess."""
         has_slot = self._free and size_bytes <= self.piece_bytes
         slot = self._free.pop() if has_slot else None
-        memory = memoryview(bytearray(size_bytes)) if slot is None else self._views[slot][:size_bytes]
+        memory = memoryview(bytearray(size_bytes)) if slot is None else self._view(slot, size_bytes)
 
         def copy() -> None:
             source = torch.frombuffer(memory, dtype=torch.uint8)
@@ -203,10 +203,14 @@ class StagedBlocks:
 
     def _read_ended(self, read: StagedRead, slot: int, is_copied: bool) -> None:
         if is_copied and not read.is_released:
-            read.payload = self._views[slot][: read.size_bytes].toreadonly()
+            read.payload = self._view(slot, read.size_bytes).toreadonly()
         else:
             self.give_back(slot)
         read.on_read()
+
+    def _view(self, slot: int, size_bytes: int) -> memoryview:
+        start = slot * self.piece_bytes
+        return self._memory[start : start + size_bytes]
 
     def _copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None) -> None:
         """In a thread. `after` is waited for here: on the stream of the copies it would hold up those behind it."""

@@ -24,7 +24,7 @@ class EngineConfig:
     Attributes:
         model_dir: a prepared model directory (`weir.engine.prepare`).
         dtype: of weights and activations; auto is float32 on a CPU, the checkpoint's own on CUDA.
-        kv_cache_dtype: auto is `dtype`, or float16 where weights are quantised; fp8 needs a GPU that computes with it.
+        kv_cache_dtype: auto is `dtype`, or float16 where a CPU has quantised weights; fp8 is for some GPUs.
         num_blocks: size of the KV pool; wins over `kv_cache_memory_bytes`.
         kv_cache_memory_bytes: memory of the KV pool; None is a share of what is free.
         host_kv_cache_bytes: host memory for blocks that the pool had to give up; 0 keeps none.
@@ -33,11 +33,13 @@ class EngineConfig:
             never a CPU; cuda:N is that GPU, whoever else uses it.
         gpu_memory_utilization: on CUDA, the share of the device's memory that weights, activations and KV may take.
         device_claim_dir: where workers of one host write down which share of which GPU they take.
+        batch_invariant: a sequence's tokens do not depend on what it is batched with; always so with the CPU kernels.
         cuda_graphs: record decode steps at the start and replay them.
         max_num_seqs: most sequences that run at once.
         max_num_batched_tokens: most tokens of one step; None is `DEFAULT_BATCHED_TOKENS` of the device.
         max_model_len: longest sequence, prompt and output together; None is the model's own.
-        quantization: of weights on a CPU: auto keeps about the bits of the checkpoint, none makes them `dtype`.
+        quantization: of weights: auto keeps about the bits of the checkpoint, none makes them `dtype`; int8 and int4
+            are for a checkpoint of floats, int4 on a CPU for one of four bits.
         num_threads: threads of a step on a CPU; None leaves it to torch.
         transfer_staging_bytes: host memory through which blocks on a device go to other workers or come from them.
         compute_share: share of the time for steps, while sequences wait for KV from elsewhere; what is left is for the
@@ -61,6 +63,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     device_claim_dir: Path = Path("~/.cache/weir/devices")
     cuda_graphs: bool = True
+    batch_invariant: bool = False
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None

@@ -65,9 +65,9 @@ class DiskBlocks:
             raise ConfigError(
                 f"disk_kv_cache_dir: no file can be made in {directory}: {exc.strerror}", param="disk_kv_cache_dir"
             ) from exc
-        self._fd = file.fileno()
+        self._file = file
         try:
-            os.posix_fallocate(self._fd, 0, num_slots * block_bytes)
+            _allocate(file.fileno(), num_slots * block_bytes)
         except OSError as exc:
             raise ConfigError(
                 f"disk_kv_cache_bytes: {directory} has no room for {num_slots * block_bytes} bytes: {exc.strerror}",
@@ -137,10 +137,11 @@ class DiskBlocks:
     def _write(self, entry: _Entry, source: memoryview, after: BlockCopy | None) -> bool:
         if after is not None:
             after.wait()
-        offset, done = entry.slot * self._block_bytes, 0
+        done = 0
         try:
+            self._file.seek(entry.slot * self._block_bytes)
             while done < len(source):
-                done += os.pwrite(self._fd, source[done:], offset + done)
+                done += self._file.write(source[done:])
         except OSError as exc:
             logger.warning("a KV block could not be written to disk: %s", exc.strerror)
             return False
@@ -150,12 +151,10 @@ class DiskBlocks:
     def _read(self, entry: _Entry, destination: memoryview, after: BlockCopy | None) -> bool:
         if after is not None:
             after.wait()
-        offset, done = entry.slot * self._block_bytes, 0
+        done = 0
         try:
-            while done < len(destination):
-                count = os.preadv(self._fd, [destination[done:]], offset + done)
-                if not count:
-                    break
+            self._file.seek(entry.slot * self._block_bytes)
+            while (count := self._file.readinto(destination[done:])) > 0:
                 done += count
         except OSError as exc:
             logger.warning("a KV block could not be read from disk: %s", exc.strerror)
@@ -164,3 +163,11 @@ class DiskBlocks:
         if not is_right and entry.checksum is not None:
             logger.warning("a KV block came back from disk with other bytes; it is computed again")
         return is_right
+
+
+def _allocate(fd: int, size_bytes: int) -> None:
+    """Take the whole room now, where the system can."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, size_bytes)
+    else:
+        os.ftruncate(fd, size_bytes)

@@ -18,6 +18,7 @@ from weir.core.errors import ModelLoadError
 from weir.engine.gguf_model import GgufCheckpoint
 from weir.engine.gguf_parts import gguf_parts
 from weir.engine.gguf_tokenizer import build_tokenizer, tokenizer_config
+from weir.engine.quantized_checkpoint import unquantized
 from weir.engine.safetensors_file import SafetensorsCheckpoint, check_index, checkpoint_files
 from weir.engine.weights import TensorSource
 
@@ -109,7 +110,7 @@ def _read_directory(path: Path) -> ModelFiles:
         tokenizer=tokenizer,
         tokenizer_config=settings,
         generation_config=_read_json(path / "generation_config.json") or {},
-        weights=checkpoint,
+        weights=unquantized(checkpoint, path),
         weight_format="safetensors",
         weight_paths=tuple(weight_paths),
     )

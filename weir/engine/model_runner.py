@@ -24,10 +24,12 @@ from weir.engine.host_memory import available_bytes
 from weir.engine.kv_dtype import choose_kv_dtype, nvidia_capability
 from weir.engine.models.decoder import Decoder
 from weir.engine.models.decoder_config import DecoderConfig
+from weir.engine.open_weights import open_weights
 from weir.engine.packed_weights import PackedWeights
 from weir.engine.paged_kv_cache import PagedKvCache
+from weir.engine.quantized_weights import QuantizedWeights
 from weir.engine.staging import Staging
-from weir.engine.weights import Weights, open_weights
+from weir.engine.weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -77,19 +79,21 @@ class ModelRunner:
         dtype_name = _dtype_name(config, self._device)
         library = _cpu_library(config, decoder_config) if self._device.type == "cpu" else None
         source = open_weights(config.model_dir)
-        packed = None
-        self.weights_hash = self.card.weights_hash
-        if library is None and config.quantization in ("int8", "int4"):
-            logger.warning("quantization %s needs the CPU kernels: weights are %s", config.quantization, dtype_name)
+        packed: PackedWeights | QuantizedWeights | None = None
         if library is not None:
             float_format = Format[dtype_name.upper()]
             packed = PackedWeights(library, source, config.model_dir, config.quantization, float_format)
+        elif self._device.type == "cuda":
+            packed = QuantizedWeights(source, config.quantization, getattr(torch, dtype_name), self._device)
+        elif config.quantization in ("int8", "int4"):
+            logger.warning("quantization %s needs the CPU kernels: weights are %s", config.quantization, dtype_name)
         is_quantized = packed is not None and packed.is_quantized
+        self.weights_hash = self.card.weights_hash
         if is_quantized:
             self.weights_hash += f"/{config.quantization}"
         kv_dtype = choose_kv_dtype(
             config.kv_cache_dtype,
-            default="float16" if is_quantized else dtype_name,
+            default="float16" if is_quantized and library is not None else dtype_name,
             capability=nvidia_capability(self._device),
         )
         self.layout = KvLayout(
@@ -99,7 +103,13 @@ class ModelRunner:
             block_size=config.block_size,
             kv_dtype=kv_dtype,
         )
-        weights = Weights(source, getattr(torch, dtype_name), self._device, packed)
+        is_batch_invariant = config.batch_invariant and library is None
+        if is_batch_invariant:
+            _check_invariance(is_quantized=is_quantized, device=self._device)
+            packed = None
+        weights = Weights(
+            source, getattr(torch, dtype_name), self._device, packed, is_batch_invariant=is_batch_invariant
+        )
         self.runs_ahead = self._device.type == "cuda"
         self._staging = Staging(self._device)
         try:
@@ -225,6 +235,18 @@ def _cpu_library(config: EngineConfig, decoder_config: DecoderConfig) -> ctypes.
     except (LibraryError, OSError) as exc:
         logger.warning("the CPU kernels are not used, which is several times slower: %s", exc)
         return None
+
+
+def _check_invariance(*, is_quantized: bool, device: torch.device) -> None:
+    if is_quantized:
+        raise ConfigError(
+            "batch_invariant is true; products with quantised weights on a GPU are not: quantization must be none",
+            param="batch_invariant",
+        )
+    if device.type == "cpu":
+        raise ConfigError(
+            "batch_invariant is true; plain torch on a CPU is not: it needs the CPU kernels", param="batch_invariant"
+        )
 
 
 def _max_model_len(config: EngineConfig, card: ModelCard) -> int:

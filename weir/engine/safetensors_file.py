@@ -20,7 +20,16 @@ from kernels.cpu.packed_matrix import RowSource
 from weir.core.errors import ModelLoadError
 
 INDEX_FILE = "model.safetensors.index.json"
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from kernels.cpu.packed_matrix import PackedMatrix, RowSource
+from kernels.cpu.packed_matrix import RowSource
+from kernels.linear import AnyMatrix, InvariantMatrix
 from weir.core.errors import ModelLoadError
-from weir.engine.safetensors_file import SafetensorsCheckpoint, TensorSpec
-from weir.engine.weight_manifest import WeightManifest
+from weir.engine.safetensors_file import TensorSpec
 
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 """Buffers that old checkpoints saved though they follow from the configuration."""
@@ -35,21 +34,6 @@ class TensorSource(Protocol):
 
     def rows(self, name: str) -> RowSource:
         """A matrix's rows as they are stored, where the packed forms know that format, or else as `read` gives them."""
-
-
-def open_weights(model_dir: Path) -> TensorSource:
-    """Open the weights of a prepared directory.
-
-    Raises:
-        ModelLoadError: a file is missing, of another size than when it was prepared, or damaged; names it.
-    """
-    manifest = WeightManifest.load(model_dir)
-    paths = manifest.checked_paths(model_dir)
-    if manifest.format != "gguf":
-        return SafetensorsCheckpoint(paths)
-    from weir.engine.gguf_model import GgufCheckpoint  # its library takes 0.2 s to load
-
-    return GgufCheckpoint(paths[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +60,7 @@ class Weights:
         dtype: of every tensor handed out.
         device: where they go; on "meta" everything is checked and no data is read.
         packed: gives matrices in another form; None leaves them tensors.
+        is_batch_invariant: tensors become matrices whose products do not depend on the batch.
 
     Attributes:
         taken: every tensor handed out, in that order.
@@ -86,8 +71,11 @@ class Weights:
         source: TensorSource,
         dtype: torch.dtype,
         device: torch.device,
-        packed: Callable[[TakenTensor], PackedMatrix] | None = None,
+        packed: Callable[[TakenTensor], AnyMatrix] | None = None,
+        *,
+        is_batch_invariant: bool = False,
     ) -> None:
+        self._is_batch_invariant = is_batch_invariant
         self._source = source
         self._packed = packed
         self._specs = source.specs
@@ -136,18 +124,18 @@ class Weights:
                 return scales.expand(count).to(self._device)
         return torch.ones(count, dtype=torch.float32, device=self._device)
 
-    def take_matrix(self, name: str, num_outputs: int, num_inputs: int) -> torch.Tensor | PackedMatrix:
+    def take_matrix(self, name: str, num_outputs: int, num_inputs: int) -> AnyMatrix:
         """The tensor `name` as something that rows are multiplied by. Raises as `take`."""
         return self.take_stacked_matrix(name, (name,), (num_outputs,), num_inputs)
 
     def take_stacked_matrix(
         self, name: str, parts: Sequence[str], num_outputs: Sequence[int], num_inputs: int, *, is_gated: bool = False
-    ) -> torch.Tensor | PackedMatrix:
+    ) -> AnyMatrix:
         """As `take_stacked`, as something that rows are multiplied by."""
         if self._packed is None:
             matrix = self.take_stacked(name, parts, num_outputs, num_inputs)
             self.taken[-1] = replace(self.taken[-1], is_matrix=True, is_gated=is_gated)
-            return matrix
+            return InvariantMatrix(matrix) if self._is_batch_invariant else matrix
         if name in self._specs:
             parts, num_outputs = (name,), (sum(num_outputs),)
         for part, num_rows in zip(parts, num_outputs, strict=True):
@@ -189,6 +177,10 @@ class Weights:
         spec = self._specs.get(name)
         if spec is None:
             raise ModelLoadError(f"tensor {name} is missing from the checkpoint")
+        if not spec.dtype.is_floating_point or spec.dtype.itemsize < 2:
+            raise ModelLoadError(
+                f"{self._source.location(name)}: tensor {name} is {spec.dtype}, not floats of 16 or 32 bits"
+            )
         if spec.shape != shape:
             found, needed = list(spec.shape), list(shape)
             raise ModelLoadError(

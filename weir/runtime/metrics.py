@@ -244,6 +244,16 @@ class WorkerMetrics:
         self.handoff_bytes = counts.counter("weir_handoff_bytes", "KV bytes received.", "transport")
         self.handoff_failures = counts.counter("weir_handoff_failures", "Hand-offs that failed.", "reason")
         self.handoffs_in_flight = gauges.gauge("weir_handoffs_in_flight", "Hand-offs that have not ended.").labels()
+        # tier: host, disk
+        self.kv_tier_usage_perc = gauges.gauge(
+            "weir_kv_tier_usage_perc", "Share of a tier under the KV pool that holds blocks, 0 to 1.", "tier"
+        )
+        self.kv_tier_saved_blocks = counts.counter(
+            "weir_kv_tier_saved_blocks", "KV blocks that went into a tier under the pool.", "tier"
+        )
+        self.kv_tier_hit_tokens = counts.counter(
+            "weir_kv_tier_hit_tokens", "Tokens whose KV came back from a tier under the pool.", "tier"
+        )
         self.held_blocks = gauges.gauge("weir_held_blocks", "Blocks kept for hand-offs.").labels()
         self.leases_expired = counts.counter("weir_leases_expired", "Holds that ended by their lease.").labels()
         self.prefill_queued_tokens = gauges.gauge(

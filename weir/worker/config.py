@@ -73,6 +73,9 @@ class WorkerConfig:
     device_claim_dir: Path = setting(
         Path("~/.cache/weir/devices"), help="where workers of one host write down which share of which GPU they take"
     )
+    batch_invariant: bool = setting(
+        False, help="tokens of a sequence do not depend on its batch, at the cost of speed on a GPU"
+    )
     cuda_graphs: bool = setting(True, help="on a GPU, record decode steps at the start and replay them")
     max_num_seqs: int = setting(64, help="most sequences in one step", minimum=1)
     max_num_batched_tokens: int | None = setting(
@@ -84,7 +87,7 @@ class WorkerConfig:
     enable_prefix_caching: bool = setting(True, help="keep finished blocks and reuse them")
     quantization: str = setting(
         "auto",
-        help="weights on a CPU: none as dtype, auto with the checkpoint's bits, int8, or int4 where it has four",
+        help="weights: none as dtype, auto with the checkpoint's bits, int8, or int4, on a CPU only where it has four",
         choices=QUANTIZATIONS,
     )
     num_threads: int | None = setting(None, help="compute threads; none leaves the number to torch", minimum=1)
@@ -149,6 +152,7 @@ class WorkerConfig:
             disk_kv_cache_dir=self.disk_kv_cache_dir,
             gpu_memory_utilization=self.gpu_memory_utilization,
             device_claim_dir=self.device_claim_dir,
+            batch_invariant=self.batch_invariant,
             cuda_graphs=self.cuda_graphs,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,

@@ -44,9 +44,10 @@ class WorkerMetricsMirror:
         for num_tokens in iteration_tokens:
             metrics.iteration_tokens_total.observe(num_tokens)
         metrics.num_requests_running.set(engine.num_running)
-        num_waiting += engine.num_waiting
+        num_waiting += engine.num_waiting + engine.num_loading
         metrics.num_requests_waiting.set(num_waiting)
-        deferred, capacity = engine.num_deferred, num_waiting - engine.num_deferred
+        deferred = engine.num_deferred + engine.num_loading
+        capacity = num_waiting - deferred
         metrics.num_requests_waiting_by_reason.labels(reason="deferred").set(deferred)
         metrics.num_requests_waiting_by_reason.labels(reason="capacity").set(capacity)
         metrics.kv_cache_usage_perc.set(engine.kv_usage)
@@ -68,6 +69,10 @@ class WorkerMetricsMirror:
         self._advance(metrics.external_prefix_cache_queries, engine.num_imported_tokens)
         self._advance(metrics.external_prefix_cache_hits, engine.num_imported_tokens)
         self._advance(metrics.generation_tokens, engine.num_generation_tokens)
+        for name, tier in (("host", engine.host), ("disk", engine.disk)):
+            metrics.kv_tier_usage_perc.labels(tier=name).set(tier.usage)
+            self._advance(metrics.kv_tier_saved_blocks.labels(tier=name), tier.num_saved_blocks)
+            self._advance(metrics.kv_tier_hit_tokens.labels(tier=name), tier.num_hit_tokens)
         self._advance(metrics.leases_expired, transfer.leases_expired_total)
         self._advance(metrics.stale_frames, transfer.stale_frames_total)
         if not self._is_decode:

@@ -14,7 +14,7 @@ class Case:
     Attributes:
         types: of the arguments that are no constants; a pointer or a stride is a multiple of 16.
         aligned: other arguments that are multiples of 16.
-        amd_options: what an AMD GPU has instead.
+        amd_options, amd_constants: what an AMD GPU has instead.
         not_on: names of GPUs that it can't be compiled for.
     """
 
@@ -22,9 +22,10 @@ class Case:
     kernel: Any
     types: Mapping[str, str]
     constants: Mapping[str, object]
+    aligned: frozenset[str] = frozenset()
     options: Mapping[str, int] = field(default_factory=dict)
     amd_options: Mapping[str, int] = field(default_factory=dict)
-    aligned: frozenset[str] = frozenset()
+    amd_constants: Mapping[str, object] = field(default_factory=dict)
     not_on: frozenset[str] = frozenset()
 
 

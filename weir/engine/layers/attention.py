@@ -65,6 +65,12 @@ class Attention:
             kv_scales,
         )
         attended = paged_attention(
-            rows, batch, cache.keys, cache.values, sliding_window=self._sliding_window, kv_scales=kv_scales
+            rows,
+            batch,
+            cache.keys,
+            cache.values,
+            sliding_window=self._sliding_window,
+            kv_scales=kv_scales,
+            is_batch_invariant=self._qkv.is_batch_invariant,
         )
         return self._output(attended, residual)

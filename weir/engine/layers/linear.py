@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.cpu.packed_matrix import PackedMatrix
 from kernels.cpu.plan import AnyRows
-from kernels.linear import linear
+from kernels.linear import AnyMatrix, InvariantMatrix, linear
 from weir.engine.weights import Weights
 
 
@@ -21,12 +20,15 @@ class Linear:
         is_gated: the first half of the outputs gates the second.
     """
 
-    def __init__(
-        self, weight: torch.Tensor | PackedMatrix, bias: torch.Tensor | None = None, *, is_gated: bool = False
-    ) -> None:
+    def __init__(self, weight: AnyMatrix, bias: torch.Tensor | None = None, *, is_gated: bool = False) -> None:
         self.weight = weight
         self.bias = bias
         self._is_gated = is_gated
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """A row's result does not depend on the rows beside it."""
+        return isinstance(self.weight, InvariantMatrix)
 
     @classmethod
     def load(cls, weights: Weights, name: str, num_outputs: int, num_inputs: int, *, has_bias: bool = False) -> Linear:

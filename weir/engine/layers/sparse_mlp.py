@@ -60,4 +60,5 @@ class SparseMlp:
             residual,
             top_k=self._experts.top_k,
             is_renormalised=self._experts.is_renormalised,
+            is_batch_invariant=self._router.is_batch_invariant,
         )

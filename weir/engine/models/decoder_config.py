@@ -123,8 +123,6 @@ class DecoderConfig:
         if model_type not in SUPPORTED_MODEL_TYPES:
             supported = ", ".join(SUPPORTED_MODEL_TYPES)
             raise ModelLoadError(f"model_type {model_type!r} is not supported; supported are {supported}")
-        if fields.get("quantization_config"):
-            raise ModelLoadError("quantization_config is not supported; use unquantized safetensors or a GGUF file")
         try:
             return cls._from_supported(model_type, fields)
         except KeyError as exc:

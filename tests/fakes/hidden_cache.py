@@ -1,0 +1,78 @@
+"""A device without a device: a cache that the host cannot see, and copies of it that end when a test says so."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+import torch
+
+from weir.engine.block_copies import BlockCopies, BlockCopy
+from weir.engine.paged_kv_cache import PagedKvCache
+
+
+def hide_from_host(cache: PagedKvCache) -> PagedKvCache:
+    """The same cache, without views of its blocks in host memory."""
+    cache._bytes = None
+    return cache
+
+
+class LateCopies(BlockCopies):
+    """Copies run freely until `hold`; then each needs an `allow`. Bytes move at the very end of a copy, not before.
+
+    Attributes:
+        num_started, num_ended: copies so far.
+        failure: what a copy raises instead of moving bytes.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        super().__init__(torch.device("cpu"))
+        self.num_started = 0
+        self.num_ended = 0
+        self.failure: Exception | None = None
+        self._changed = threading.Condition()
+        self._is_held = False
+        self._num_allowed = 0
+
+    def hold(self) -> None:
+        with self._changed:
+            self._is_held = True
+            self._num_allowed = 0
+
+    def allow(self, num_copies: int = 1) -> None:
+        with self._changed:
+            self._num_allowed += num_copies
+            self._changed.notify_all()
+
+    def run_freely(self) -> None:
+        with self._changed:
+            self._is_held = False
+            self._changed.notify_all()
+
+    def start(
+        self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], *, after: torch.cuda.Event | None = None
+    ) -> BlockCopy:
+        with self._changed:
+            self.num_started += 1
+        return _LateCopy(self, list(pairs))
+
+    def end(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """In the thread that waits for a copy."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_held or self._num_allowed > 0)
+            self._num_allowed -= 1
+            if self.failure is not None:
+                raise self.failure
+            for source, destination in pairs:
+                destination.copy_(source)
+            self.num_ended += 1
+
+
+class _LateCopy(BlockCopy):
+    def __init__(self, copies: LateCopies, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        super().__init__(None)
+        self._copies = copies
+        self._pairs = pairs
+
+    def wait(self) -> None:
+        self._copies.end(self._pairs)
