@@ -50,7 +50,7 @@ class Conversation:
     """Runs sequences through a runner chunk by chunk, each in blocks of its own, in random order.
 
     Attributes:
-        logits: what each sequence has got so far, [num_tokens, vocab_size].
+        logits: what each sequence has got so far, [num_tokens, vocab_size], on the CPU.
     """
 
     def __init__(self, runner: ModelRunner, sequences: Sequence[Sequence[int]], seed: int = 0) -> None:
@@ -81,7 +81,7 @@ class Conversation:
                 )
         rows = self._runner.execute(items).split([item.num_logits for item in items])
         for index, new in zip(owners, rows, strict=True):
-            self.logits[index] = torch.cat((self.logits[index], new))
+            self.logits[index] = torch.cat((self.logits[index], new.cpu()))
             self._computed[index] += len(new)
 
     def finish(self, chunk: int) -> list[torch.Tensor]:

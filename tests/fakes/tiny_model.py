@@ -109,20 +109,35 @@ def prepare_tiny_model(directory: Path, family: str = "llama", *, name: str = "t
 def random_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
     """Every tensor of the model that `config` describes, under Hugging Face names, float32."""
     generator = torch.Generator().manual_seed(seed)
+    return {name: random_tensor(name, shape, generator) for name, shape in tensor_shapes(config).items()}
+
+
+def random_tensor(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """A tensor of that name, float32, on the generator's device."""
+    drawn = torch.randn(shape, generator=generator, device=generator.device)
+    if name.endswith("norm.weight"):
+        return drawn.mul_(0.1).add_(1)
+    if name.endswith(".bias"):
+        return drawn.mul_(0.1)
+    return drawn if "embed_tokens" in name else drawn.mul_(1.5).mul_(shape[1] ** -0.5)
+
+
+def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of the model that `config` describes, under Hugging Face names."""
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     family = config["model_type"]
     has_bias = family == "qwen2" or (family == "qwen2_moe" and config.get("qkv_bias", True))
     has_bias = has_bias or config.get("attention_bias", False)
-    tensors: dict[str, torch.Tensor] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
 
     def norm(name: str, size: int) -> None:
-        tensors[f"{name}.weight"] = 1 + 0.1 * torch.randn(size, generator=generator)
+        shapes[f"{name}.weight"] = (size,)
 
     def linear(name: str, rows: int, columns: int, bias: bool = False) -> None:
-        tensors[f"{name}.weight"] = torch.randn(rows, columns, generator=generator) * 1.5 * columns**-0.5
+        shapes[f"{name}.weight"] = (rows, columns)
         if bias:
-            tensors[f"{name}.bias"] = 0.1 * torch.randn(rows, generator=generator)
+            shapes[f"{name}.bias"] = (rows,)
 
     def feed_forward(name: str, size: int, parts: Sequence[str] = ("gate_proj", "up_proj", "down_proj")) -> None:
         for part, rows, columns in zip(parts, (size, size, hidden), (hidden, hidden, size), strict=True):
@@ -141,7 +156,7 @@ def random_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, torch.
             feed_forward(f"{name}.shared_expert", config["shared_expert_intermediate_size"])
             linear(f"{name}.shared_expert_gate", 1, hidden)
 
-    tensors["model.embed_tokens.weight"] = torch.randn(config["vocab_size"], hidden, generator=generator)
+    shapes["model.embed_tokens.weight"] = (config["vocab_size"], hidden)
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}"
         norm(f"{name}.input_layernorm", hidden)
@@ -160,7 +175,7 @@ def random_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, torch.
     norm("model.norm", hidden)
     if not config["tie_word_embeddings"]:
         linear("lm_head", config["vocab_size"], hidden)
-    return tensors
+    return shapes
 
 
 def _sparse_layers(config: Mapping[str, Any]) -> set[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,8 @@ def write_prepared(
     _write_json(staged / "tokenizer_config.json", files.tokenizer_config)
     _write_json(staged / "generation_config.json", files.generation_config)
     progress(f"hashing {len(files.weight_paths)} weight files")
-    source_files = tuple(WeightFile.measure(file) for file in files.weight_paths)
+    with ThreadPoolExecutor() as pool:  # hashing lets other threads run
+        source_files = tuple(pool.map(WeightFile.measure, files.weight_paths))
     manifest = WeightManifest(
         format=files.weight_format,
         directory=str(files.weight_paths[0].parent.resolve()),
