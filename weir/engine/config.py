@@ -32,6 +32,7 @@ class EngineConfig:
         quantization: of weights on a CPU: auto keeps about the bits of the checkpoint, none makes them `dtype`.
         num_threads: threads of a step on a CPU; None leaves it to torch.
         transfer_staging_bytes: host memory through which blocks on a device go to other workers or come from them.
+        transfer_ipc: let processes of the same host map blocks on a device.
         compute_share: share of the time for steps, while sequences wait for KV from elsewhere; what is left is for the
             workers of the same cores that compute it.
         kernel_cache_dir: where compiled CPU kernels are kept; None computes with torch alone.
@@ -55,6 +56,7 @@ class EngineConfig:
     quantization: str = "none"
     num_threads: int | None = None
     transfer_staging_bytes: int = 64 << 20
+    transfer_ipc: bool = False
     compute_share: float = 1.0
     kernel_cache_dir: Path | None = Path("~/.cache/weir/kernels")
 
