@@ -26,7 +26,6 @@ class EngineBlockSink:
         self._shared = engine.shared
         self._block_ids = target.block_ids
         self._num_cached_tokens = target.num_cached_tokens
-        self._unused = target.unused
         self.block_size = engine.layout.block_size
 
     def target(self, block_index: int, slab_offset: int, size_bytes: int) -> BlockWrite | None:
@@ -34,7 +33,7 @@ class EngineBlockSink:
         self._check(block_index)
         if block_index * self.block_size < self._num_cached_tokens:
             return None
-        return self._blocks.write(self._block_ids[block_index], slab_offset, size_bytes, after=self._unused)
+        return self._blocks.write(self._block_ids[block_index], slab_offset, size_bytes)
 
     def pull(
         self,
@@ -58,7 +57,6 @@ class EngineBlockSink:
             cast("MappedMemory", memory),  # made by `SharedBlocks.map`
             memory_offset,
             on_pulled,
-            after=self._unused,
         )
 
     def absorb(
@@ -83,7 +81,6 @@ class EngineBlockSink:
             payload,
             source_block_size,
             on_absorbed,
-            after=self._unused,
         )
 
     def _check(self, block_index: int) -> None:

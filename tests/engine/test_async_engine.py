@@ -345,12 +345,10 @@ class TestHandoff:
             destination = await target.engine.allocate_claimed("s")
             for index, block_id in enumerate(last.block_ids):
                 count = min(4, len(PROMPT) - 4 * index)
-                read = source.engine.blocks.read(block_id, 0, source.engine.layout.block_bytes, never, after=None)
+                read = source.engine.blocks.read(block_id, 0, source.engine.layout.block_bytes, never)
                 assert read.payload is not None
                 written = asyncio.Event()
-                target.engine.blocks.write_tokens(
-                    destination.block_ids, 4 * index, count, read.payload, 4, written.set, after=destination.unused
-                )
+                target.engine.blocks.write_tokens(destination.block_ids, 4 * index, count, read.payload, 4, written.set)
                 assert written.is_set()
                 read.release()
             await target.engine.activate("s", last.first_tokens[0], last.num_cached_tokens)

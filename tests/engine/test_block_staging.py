@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, cast
 
 import pytest
 import torch
@@ -46,8 +44,8 @@ class Bench:
     def ended(self) -> None:
         self.num_ended += 1
 
-    def read(self, block_id: int, *, after: Any = None) -> StagedRead:
-        return self.staged.read(block_id, 0, SIZE, self.ended, after=after)
+    def read(self, block_id: int) -> StagedRead:
+        return self.staged.read(block_id, 0, SIZE, self.ended)
 
     def block(self, block_id: int) -> bytes:
         return bytes(self.cache.block_bytes(block_id).numpy())
@@ -70,7 +68,7 @@ async def bench(num_slots: int = 2) -> AsyncIterator[Bench]:
 async def test_a_read_gives_the_bytes_of_its_piece_when_the_copy_is_over() -> None:
     async with bench() as made:
         made.copies.hold()
-        read = made.staged.read(3, 7, 20, made.ended, after=None)
+        read = made.staged.read(3, 7, 20, made.ended)
         await until(lambda: made.copies.num_started == 1)
         assert (read.payload, made.num_ended) == (None, 0)
         made.copies.allow()
@@ -128,8 +126,8 @@ async def test_a_read_that_is_released_while_it_is_copied_ends_only_with_its_cop
 @pytest.mark.parametrize("num_taken", [0, 2], ids=["in a slot", "without a slot"])
 async def test_a_write_changes_its_piece_of_the_block_when_it_is_placed_and_nothing_else(num_taken: int) -> None:
     async with bench() as made:
-        taken = [made.staged.write(0, 0, SIZE, after=None) for _ in range(num_taken)]
-        write = made.staged.write(5, 8, 16, after=None)
+        taken = [made.staged.write(0, 0, SIZE) for _ in range(num_taken)]
+        write = made.staged.write(5, 8, 16)
         assert made.staged.num_free_slots == 2 - max(1, num_taken)
         write.memory[:] = b"sixteen bytes ok"
         made.copies.hold()
@@ -147,7 +145,7 @@ async def test_a_write_changes_its_piece_of_the_block_when_it_is_placed_and_noth
 
 async def test_a_write_that_is_discarded_leaves_the_block_as_it_was() -> None:
     async with bench() as made:
-        write = made.staged.write(5, 0, SIZE, after=None)
+        write = made.staged.write(5, 0, SIZE)
         write.memory[:] = bytes(SIZE)
         write.discard()
         assert made.staged.num_free_slots == 2
@@ -176,44 +174,18 @@ async def test_tokens_of_another_block_size_are_written_as_into_host_memory(
                 memoryview(source),
                 source_block_size,
                 written.set,
-                after=None,
             )
             await within(written.wait())
     assert torch.equal(cache.tensor.view(torch.uint8), hidden.tensor.view(torch.uint8))
     assert not torch.equal(cache.tensor.view(torch.uint8), make_cache(layout).tensor.view(torch.uint8))
 
 
-class Event:
-    """In place of what a step records on a device."""
-
-    def __init__(self) -> None:
-        self.is_over = threading.Event()
-
-    def synchronize(self) -> None:
-        assert self.is_over.wait(20.0)
-
-
-async def test_a_copy_waits_for_the_device_and_those_that_need_not_pass_it() -> None:
-    async with bench() as made:
-        event = Event()
-        waits = made.read(0, after=cast(Any, event))
-        passes = made.read(1)
-        await until(lambda: made.num_ended == 1)
-        assert (waits.payload, passes.payload) == (None, made.before[1])
-        made.cache.block_bytes(0).fill_(9)  # what the step still writes
-        event.is_over.set()
-        await until(lambda: made.num_ended == 2)
-        assert waits.payload == bytes([9] * SIZE)
-        waits.release()
-        passes.release()
-
-
 async def test_a_copy_that_fails_is_told_before_it_is_over_and_gives_no_bytes() -> None:
     async with bench() as made:
         made.copies.failure = RuntimeError("the device is gone")
         heard: list[int] = []
-        read = made.staged.read(0, 0, SIZE, lambda: heard.append(len(made.failures)), after=None)
-        write = made.staged.write(1, 0, SIZE, after=None)
+        read = made.staged.read(0, 0, SIZE, lambda: heard.append(len(made.failures)))
+        write = made.staged.write(1, 0, SIZE)
         await until(lambda: len(heard) == 1)
         write.place(lambda: heard.append(len(made.failures)))
         await until(lambda: len(heard) == 2)
@@ -244,6 +216,7 @@ async def test_pieces_go_from_one_device_to_another_and_come_out_the_same() -> N
     device = torch.device("cuda")
     caches = [PagedKvCache(layout, 64, device) for _ in range(2)]
     caches[0].tensor.normal_()
+    torch.cuda.synchronize()
     copies = [BlockCopies(device) for _ in caches]
     ended: list[int] = []
     failures: list[BaseException] = []
@@ -255,10 +228,9 @@ async def test_pieces_go_from_one_device_to_another_and_come_out_the_same() -> N
         for block_id in range(64):
             for offset in range(0, layout.block_bytes, size):
                 num_ended = len(ended)
-                after = caches[0].record_event()
-                read = source.read(block_id, offset, size, lambda: ended.append(0), after=after)
+                read = source.read(block_id, offset, size, lambda: ended.append(0))
                 await until(lambda: len(ended) > num_ended)  # noqa: B023
-                write = sink.write(63 - block_id, offset, size, after=caches[1].record_event())
+                write = sink.write(63 - block_id, offset, size)
                 assert read.payload is not None
                 write.memory[:] = read.payload
                 read.release()

@@ -88,9 +88,7 @@ class LateCopies(BlockCopies):
             self._is_held = False
             self._changed.notify_all()
 
-    def start(
-        self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], *, after: torch.cuda.Event | None = None
-    ) -> BlockCopy:
+    def start(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> BlockCopy:
         with self._changed:
             self.num_started += 1
         return _LateCopy(self, list(pairs))

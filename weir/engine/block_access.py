@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    import torch
-
     from weir.engine.paged_kv_cache import PagedKvCache
 
 
@@ -64,20 +62,17 @@ class BlockAccess(Protocol):
         offset: int,
         size_bytes: int,
         on_read: Callable[[], None],
-        *,
-        after: torch.cuda.Event | None,
     ) -> BlockRead:
         """Bytes of a block.
 
         Args:
             on_read: called once, on the loop, if the payload is not there when this returns, and only after that, maybe
                 by `release`: nothing reads the block any more.
-            after: what of the device comes before.
         """
         ...
 
-    def write(self, block_id: int, offset: int, size_bytes: int, *, after: torch.cuda.Event | None) -> BlockWrite:
-        """Receive bytes of a block, after what of the device comes before."""
+    def write(self, block_id: int, offset: int, size_bytes: int) -> BlockWrite:
+        """Receive bytes of a block."""
         ...
 
     def write_tokens(
@@ -88,8 +83,6 @@ class BlockAccess(Protocol):
         payload: memoryview,
         source_block_size: int,
         on_written: Callable[[], None],
-        *,
-        after: torch.cuda.Event | None,
     ) -> None:
         """Write tokens out of one block of a worker with any block size; see `PagedKvCache.write_tokens`.
 
@@ -138,13 +131,11 @@ class HostBlocks:
         offset: int,
         size_bytes: int,
         on_read: Callable[[], None],
-        *,
-        after: torch.cuda.Event | None,
     ) -> HostPiece:
         """See BlockAccess."""
         return HostPiece(self._cache.block_view(block_id)[offset : offset + size_bytes].toreadonly())
 
-    def write(self, block_id: int, offset: int, size_bytes: int, *, after: torch.cuda.Event | None) -> HostPiece:
+    def write(self, block_id: int, offset: int, size_bytes: int) -> HostPiece:
         """See BlockAccess."""
         return HostPiece(self._cache.block_view(block_id)[offset : offset + size_bytes])
 
@@ -156,8 +147,6 @@ class HostBlocks:
         payload: memoryview,
         source_block_size: int,
         on_written: Callable[[], None],
-        *,
-        after: torch.cuda.Event | None,
     ) -> None:
         """See BlockAccess."""
         self._cache.write_tokens(block_ids, first_token, num_tokens, payload, source_block_size)

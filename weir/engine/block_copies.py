@@ -48,18 +48,16 @@ class BlockCopies:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def start(
-        self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], *, after: torch.cuda.Event | None = None
-    ) -> BlockCopy:
-        """Copy each source to its destination once `after` is over, or all that this thread has launched so far.
+    def start(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> BlockCopy:
+        """Copy each source to its destination. Nobody writes a source, or uses a destination, before the copy is done.
 
-        Nobody writes a source, or uses a destination, before the copy is done.
+        Steps under way are not waited for. What the engine says is computed is in place: it has taken the results of
+        the step that wrote it; and no step under way touches a block that the engine hands out to be written.
         """
         if self._stream is None:
             for source, destination in pairs:
                 destination.copy_(source)
             return BlockCopy(None)
-        self._stream.wait_event(after or torch.cuda.current_stream(self._device).record_event())
         with torch.cuda.stream(self._stream):
             for source, destination in pairs:
                 destination.copy_(source, non_blocking=True)

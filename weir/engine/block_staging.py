@@ -129,22 +129,20 @@ class StagedBlocks:
         offset: int,
         size_bytes: int,
         on_read: Callable[[], None],
-        *,
-        after: torch.cuda.Event | None,
     ) -> StagedRead:
         """See BlockAccess."""
         assert size_bytes <= self.piece_bytes, f"{size_bytes} bytes do not fit a slot of {self.piece_bytes}"
 
         def copy(slot: torch.Tensor) -> None:
             source = self._cache.block_bytes(block_id)[offset : offset + size_bytes]
-            self.copy([(source, slot[:size_bytes])], after)
+            self.copy([(source, slot[:size_bytes])])
 
         read = StagedRead(self, size_bytes, copy, on_read)
         self._line.append(read)
         self._start_reads()
         return read
 
-    def write(self, block_id: int, offset: int, size_bytes: int, *, after: torch.cuda.Event | None) -> StagedWrite:
+    def write(self, block_id: int, offset: int, size_bytes: int) -> StagedWrite:
         """See BlockAccess."""
         has_slot = self._free and size_bytes <= self.piece_bytes
         slot = self._free.pop() if has_slot else None
@@ -152,7 +150,7 @@ class StagedBlocks:
 
         def copy() -> None:
             source = torch.frombuffer(memory, dtype=torch.uint8)
-            self.copy([(source, self._cache.block_bytes(block_id)[offset : offset + size_bytes])], after)
+            self.copy([(source, self._cache.block_bytes(block_id)[offset : offset + size_bytes])])
 
         return StagedWrite(self, memory, slot, copy)
 
@@ -164,13 +162,11 @@ class StagedBlocks:
         payload: memoryview,
         source_block_size: int,
         on_written: Callable[[], None],
-        *,
-        after: torch.cuda.Event | None,
     ) -> None:
         """See BlockAccess."""
 
         def copy() -> None:
-            self.copy(self._cache.token_copies(block_ids, first_token, num_tokens, payload, source_block_size), after)
+            self.copy(self._cache.token_copies(block_ids, first_token, num_tokens, payload, source_block_size))
 
         self.start(copy, lambda is_copied: on_written())
 
@@ -181,11 +177,9 @@ class StagedBlocks:
         future = self._executor.submit(copy)
         future.add_done_callback(partial(self._leave_thread, on_end))
 
-    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None) -> None:
-        """In a thread. `after` is waited for here: on the stream of the copies it would hold up those behind it."""
-        if after is not None:
-            after.synchronize()
-        self._copies.start(pairs, after=after).wait()
+    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """In a thread, which waits for the end."""
+        self._copies.start(pairs).wait()
 
     def read_released(self, read: StagedRead) -> None:
         """Nobody wants a read any more, wherever it stands."""

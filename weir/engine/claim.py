@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +27,7 @@ class ImportTarget:
     Attributes:
         num_cached_tokens: leading tokens whose blocks are shared and must not be written; at least what was granted.
         block_ids: blocks of all known tokens, in order.
-        unused: what of the device comes before they may be written, since it still uses them; None where nothing does.
     """
 
     num_cached_tokens: int
     block_ids: tuple[int, ...]
-    unused: torch.cuda.Event | None = None

@@ -77,14 +77,6 @@ class PagedKvCache:
         """Whether blocks have a `block_view`."""
         return self._bytes is not None
 
-    def record_event(self) -> torch.cuda.Event | None:
-        """An event behind all that this thread has launched so far on the cache's device; None where nothing waits."""
-        if not self.tensor.is_cuda:
-            return None
-        event = torch.cuda.Event(blocking=True)
-        event.record(torch.cuda.current_stream(self.tensor.device))
-        return event
-
     def block_bytes(self, block_id: int) -> torch.Tensor:
         """One block as [block_bytes] of uint8, wherever it is."""
         return self.tensor[block_id].view(-1).view(torch.uint8)

@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from weir.core.errors import WeirError
 from weir.core.request import FirstToken, TokenLogprobs
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +17,6 @@ class PrefillProgress:
     Attributes:
         num_computed_tokens: tokens whose KV is in place, cached ones included.
         block_ids: the whole block table; blocks up to `num_computed_tokens` may be read.
-        written: what of the device comes before such a read; None where nothing does.
         first_tokens: one for each choice, in the order of the choices; set on the last progress.
         prompt_logprobs: for prompt positions 1 and up, on the last progress, when asked for.
         queue_s, prefill_s: from arrival to admission, and from there to this progress.
@@ -30,7 +25,6 @@ class PrefillProgress:
     num_computed_tokens: int
     num_cached_tokens: int
     block_ids: tuple[int, ...]
-    written: torch.cuda.Event | None = None
     first_tokens: tuple[FirstToken, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     queue_s: float

@@ -9,8 +9,6 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from weir.engine.block_staging import StagedBlocks
 from weir.engine.memory_sharing import MappedMemory, MemorySharing
 from weir.engine.paged_kv_cache import PagedKvCache
@@ -21,10 +19,10 @@ class LocatedPiece:
     """A piece that is only named.
 
     Attributes:
-        memory_offset: where it lies in the exported memory; None until it may be copied from there.
+        memory_offset: where it lies in the exported memory.
     """
 
-    memory_offset: int | None = None
+    memory_offset: int
 
     @property
     def payload(self) -> None:
@@ -60,26 +58,9 @@ class SharedBlocks:
         """Map a peer's cache, off the loop. Raises UnavailableError where that cannot be."""
         return await asyncio.to_thread(self._sharing.map, handle)
 
-    def locate(
-        self, block_id: int, offset: int, on_read: Callable[[], None], *, after: torch.cuda.Event | None
-    ) -> LocatedPiece:
-        """Name a piece of a block as soon as `after` is over.
-
-        Args:
-            on_read: called once, on the loop, if that is not so when this returns.
-        """
-        memory_offset = block_id * self._cache.layout.block_bytes + offset
-        if after is None or after.query():
-            return LocatedPiece(memory_offset)
-        piece = LocatedPiece()
-
-        def is_over(is_written: bool) -> None:
-            if is_written:
-                piece.memory_offset = memory_offset
-            on_read()
-
-        self._threads.start(after.synchronize, is_over)
-        return piece
+    def locate(self, block_id: int, offset: int) -> LocatedPiece:
+        """Name a piece of a block to a worker that has mapped the cache."""
+        return LocatedPiece(block_id * self._cache.layout.block_bytes + offset)
 
     def pull(
         self,
@@ -89,13 +70,11 @@ class SharedBlocks:
         memory: MappedMemory,
         memory_offset: int,
         on_pulled: Callable[[], None],
-        *,
-        after: torch.cuda.Event | None,
     ) -> None:
         """Copy bytes of a peer's cache into a block; `on_pulled` hears on the loop that it is over."""
 
         def copy() -> None:
             source = memory.tensor[memory_offset : memory_offset + size_bytes]
-            self._threads.copy([(source, self._cache.block_bytes(block_id)[offset : offset + size_bytes])], after)
+            self._threads.copy([(source, self._cache.block_bytes(block_id)[offset : offset + size_bytes])])
 
         self._threads.start(copy, lambda is_copied: on_pulled())
