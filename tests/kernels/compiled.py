@@ -25,7 +25,7 @@ from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from tests.kernels.compile_cases import attention, rows
+from tests.kernels.compile_cases import attention, rows, sample
 from tests.kernels.compile_cases.case import Case
 
 LIMITS = Path(__file__).with_suffix(".json")
@@ -34,7 +34,7 @@ TARGETS = {**NVIDIA, **({"gfx942": GPUTarget("hip", "gfx942", 64)} if "amd" in b
 
 
 def cases() -> Iterator[Case]:
-    return itertools.chain.from_iterable(group.cases() for group in (attention, rows))
+    return itertools.chain.from_iterable(group.cases() for group in (attention, rows, sample))
 
 
 def resources(case: Case, target: GPUTarget) -> dict[str, int]:

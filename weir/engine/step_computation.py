@@ -16,9 +16,9 @@ from weir.core.model_card import ModelCard
 from weir.core.request import TokenLogprobs
 from weir.engine.batch import Batch, ScheduledSequence
 from weir.engine.config import EngineConfig
-from weir.engine.logprobs import compute_logprobs
+from weir.engine.logprobs import PendingLogprobs, launch_logprobs
 from weir.engine.paged_kv_cache import PagedKvCache
-from weir.engine.sampler import SampledToken, SamplingRow, sample
+from weir.engine.sampler import SampledToken, SamplingRow, launch_sampling
 from weir.engine.scheduler import ScheduledChunk
 
 logger = logging.getLogger(__name__)
@@ -126,18 +126,19 @@ class StepComputation:
         batch = Batch.from_scheduled(items, cache.layout.block_size, cache.tensor.device)
         logits = self._runner.execute(batch)
         rows: list[SamplingRow] = []
-        prompt_logprobs: list[tuple[TokenLogprobs, ...]] = []
+        prompt_logprobs: list[PendingLogprobs | None] = []
         end = 0
         for chunk, item in zip(chunks, items, strict=True):
             end += item.num_logits
             if item.end == chunk.sequence.num_tokens:
                 rows.extend(_sampling_rows(chunk, logits_row=end - 1))
-            prompt_logprobs.append(_prompt_logprobs(chunk, logits[end - item.num_logits : end]))
-        tokens = iter(sample(logits, rows, self._runner.plan))
+            prompt_logprobs.append(_launch_prompt_logprobs(chunk, logits[end - item.num_logits : end]))
+        pending = launch_sampling(logits, rows, self._runner.plan)
+        tokens = iter(pending.collect())
         return [
             ChunkResult(
                 tokens=tuple(next(tokens) for _ in range(_num_choices(chunk))) if _is_last(chunk) else (),
-                prompt_logprobs=found,
+                prompt_logprobs=() if found is None else found.collect(),
             )
             for chunk, found in zip(chunks, prompt_logprobs, strict=True)
         ]
@@ -185,16 +186,16 @@ def _sampling_rows(chunk: ScheduledChunk, *, logits_row: int) -> list[SamplingRo
     ]
 
 
-def _prompt_logprobs(chunk: ScheduledChunk, logits: torch.Tensor) -> tuple[TokenLogprobs, ...]:
+def _launch_prompt_logprobs(chunk: ScheduledChunk, logits: torch.Tensor) -> PendingLogprobs | None:
     """The logits of position p say how likely the prompt's token p + 1 was."""
     sequence = chunk.sequence
     if not sequence.wants_prompt_logprobs:
-        return ()
+        return None
     start = sequence.num_computed_tokens
     first = max(start, sequence.num_prompt_logprobs)
     stop = min(start + chunk.num_tokens, sequence.num_prompt_tokens - 1)
     if first >= stop:
-        return ()
+        return None
     targets = sequence.token_ids[first + 1 : stop + 1]
     num_top = [sequence.sampling.prompt_logprobs or 0] * len(targets)
-    return compute_logprobs(logits[first - start : stop - start], targets, num_top)
+    return launch_logprobs(logits[first - start : stop - start], targets, num_top)
