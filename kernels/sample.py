@@ -1,10 +1,15 @@
-"""Draw one token for each row of scores: temperature, min-p, top-k, top-p, and the inverse of the distribution.
+"""Draw one token for each row of scores: temperature, min-p, top-k, top-p, and Gumbel's noise.
 
-Which token that is depends on the row's scores and its `Draw` alone. The best token weighs 1, so nothing overflows.
-Where a row is truncated its tokens stand in the order of their scores, of equal ones the lowest id first; else in the
-order of their ids. The torch form computes in float64; the CPU's form has float32 weights and float64 sums, so that it
-may choose the other of two neighbours where a draw falls within some 1e-6 of their border.
-Source: Holtzman et al. 2020, The Curious Case of Neural Text Degeneration, for top-p; Devroye 1986, section II.2.
+Kept are the tokens whose weight exp((score - best) / temperature) is at least min-p; of those the top-k with the best
+scores, of equal ones the lowest ids first; of those, in that order, as many as make up top-p of their weight. Of the
+kept tokens the one is chosen whose score / temperature + noise is highest, of equal ones the lowest id; so each is
+chosen as often as its share of the weight says, and which one depends on the row's scores and its `Draw` alone. The
+noise is that of `noise.py`. A temperature of 0, and any below `LEAST_TEMPERATURE`, takes the best score.
+
+The torch form computes in float64; the CPU's has float32 weights and float64 sums of score and noise, the GPU's is
+float32: either may differ from the torch form by a token where two are closer than its rounding.
+Source: Holtzman et al. 2020, The Curious Case of Neural Text Degeneration, for top-p; Maddison et al. 2014,
+A* sampling.
 """
 
 from __future__ import annotations
@@ -16,146 +21,147 @@ import torch
 
 from kernels.cpu.plan import Plan
 from kernels.cpu.structs import SampleRowStruct
-from kernels.top_tokens import find_kth_largest, order_above
+from kernels.noise import Purpose, gumbel, uniforms
+from kernels.staging import to_device
 
-WEIGHT_FLOORS = (1e-2, 1e-4, 1e-6)
-"""Against the best token's weight of 1; tried in turn until the tokens above hold the top-p share of a row."""
+LEAST_TEMPERATURE = 1e-30
+_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """How one row's token is chosen.
+    """How one token is chosen.
 
     Attributes:
-        temperature: over 0.
+        row: of the scores; several draws may share one.
+        temperature: 0 for the best token.
         top_k: 0 for the whole vocabulary.
-        uniform: the random number, in [0, 1).
+        seed, choice_index, position: what the noise depends on; the seed has 64 bits, the others 32.
     """
 
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    uniform: float
+    row: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    choice_index: int = 0
+    position: int = 0
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < LEAST_TEMPERATURE
+
+    def is_truncated(self, vocab_size: int) -> bool:
+        return not self.is_greedy and (self.num_likeliest(vocab_size) < vocab_size or self.top_p < 1 or self.min_p > 0)
 
     def num_likeliest(self, vocab_size: int) -> int:
         """To how many tokens `top_k` limits the choice."""
         return self.top_k if 0 < self.top_k < vocab_size else vocab_size
 
 
-def sample_reference(scores: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Plain torch, on whatever device: `scores` [num_rows, vocab_size] float64.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """What was drawn, on the device of the scores.
 
-    Raises:
-        FloatingPointError: the best score of a row is not finite.
+    Attributes:
+        token_ids: [num_draws] int64; -1 where the best score is not finite or one is no number.
+        log_normalizers: [num_draws] float32, the logarithm of the sum of the exponentials of each draw's logits, where
+            the body that drew has them from the same pass.
     """
-    device = scores.device
-    best = scores.amax(dim=1, keepdim=True)
-    if not bool(torch.isfinite(best).all()):
-        raise FloatingPointError("the model's logits are not finite")
-    temperatures = torch.tensor([draw.temperature for draw in draws], dtype=torch.float64, device=device)
-    weights = ((scores - best) / temperatures[:, None]).exp()
-    if any(draw.min_p for draw in draws):
-        min_p = torch.tensor([draw.min_p for draw in draws], dtype=torch.float64, device=device)
-        weights = weights.masked_fill(weights < min_p[:, None], 0)
-    uniforms = torch.tensor([draw.uniform for draw in draws], dtype=torch.float64, device=device)
-    token_ids = [0] * len(draws)
-    vocab_size = scores.shape[1]
-    is_truncated = [draw.num_likeliest(vocab_size) < vocab_size or draw.top_p < 1 for draw in draws]
-    for wanted in (False, True):
-        places = [place for place, truncated in enumerate(is_truncated) if truncated is wanted]
-        if not places:
-            continue
-        part, numbers = (weights, uniforms) if len(places) == len(draws) else (weights[places], uniforms[places])
-        if wanted:
-            tokens = _draw_truncated(part, numbers, [draws[place] for place in places])
-        else:
-            tokens = _invert(part, numbers).tolist()
-        for place, token_id in zip(places, tokens, strict=True):
-            token_ids[place] = token_id
-    return token_ids
+
+    token_ids: torch.Tensor
+    log_normalizers: torch.Tensor | None = None
 
 
-def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The column at which the running sum of a row first exceeds its share `uniforms` of the whole.
+def sample_reference(scores: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """Plain torch, on whatever device: token ids [num_draws] int64 of `scores` [num_rows, vocab_size]."""
+    device, vocab_size = scores.device, scores.shape[1]
+    scores = scores[_column([draw.row for draw in draws], device)].double()
+    best = scores.amax(dim=1, keepdim=True)  # a number that is none is the best of its row
+    temperatures = _column([1.0 if draw.is_greedy else draw.temperature for draw in draws], device)[:, None]
+    race = (scores - best) / temperatures
+    if truncated := [place for place, draw in enumerate(draws) if draw.is_truncated(vocab_size)]:
+        places = _column(truncated, device)
+        kept = _kept(race[places].exp(), scores[places], [draws[place] for place in truncated])
+        race[places] = race[places].masked_fill(~kept, -torch.inf)
+    if drawn := [place for place, draw in enumerate(draws) if not draw.is_greedy]:
+        places = _column(drawn, device)
+        race[places] += gumbel(draw_uniforms([draws[place] for place in drawn], vocab_size, Purpose.TOKEN, device))
+    token_ids = torch.arange(vocab_size, device=device)
+    chosen = torch.where(race == race.amax(dim=1, keepdim=True), token_ids, vocab_size).amin(dim=1)
+    return torch.where(best[:, 0].isfinite(), chosen, -1)
 
-    A running sum adds one row in one order, so a neighbour cannot change a rounding. Columns of no weight are never
-    chosen.
-    """
-    sums = weights.cumsum(dim=1)
-    totals = sums[:, -1:].contiguous()
-    columns = torch.searchsorted(sums, totals * uniforms[:, None], right=True)
-    # Rounding may bring the product up to the total, which no running sum exceeds.
-    return torch.minimum(columns, torch.searchsorted(sums, totals))[:, 0]
+
+def draw_uniforms(draws: Sequence[Draw], num_tokens: int, purpose: Purpose, device: torch.device) -> torch.Tensor:
+    """A number for each token, float64 [num_draws, num_tokens]."""
+    seeds = _column([(draw.seed + 2**63 & _MASK) - 2**63 for draw in draws], device)
+    choices = _column([draw.choice_index for draw in draws], device)
+    positions = _column([draw.position for draw in draws], device)
+    return uniforms(seeds, choices, positions, num_tokens, purpose)
 
 
-def _draw_truncated(weights: torch.Tensor, uniforms: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-    """The same within the top-k most likely tokens and of those the fewest that make up top-p of the weight."""
-    num_rows, vocab_size = weights.shape
-    device = weights.device
-    top_p = torch.tensor([draw.top_p for draw in draws], dtype=torch.float64, device=device)
-    counts = torch.tensor([draw.num_likeliest(vocab_size) for draw in draws], device=device)
-    has_top_k = counts < vocab_size
-    thresholds = torch.zeros(num_rows, dtype=torch.float64, device=device)
-    totals = torch.zeros(num_rows, dtype=torch.float64, device=device)
-    by_count, by_share = has_top_k.nonzero()[:, 0], (~has_top_k).nonzero()[:, 0]
-    if len(by_count):
-        thresholds[by_count] = find_kth_largest(weights[by_count], counts[by_count])
-    if len(by_share):
-        totals[by_share] = weights[by_share].cumsum(dim=1)[:, -1]
-        thresholds[by_share] = _find_floors(weights[by_share], (top_p * totals)[by_share])
-    ordered, token_ids = order_above(weights, thresholds)
-    # Of tokens equal to the k-th, only the first ones count.
-    columns = torch.arange(ordered.shape[1], device=device)
-    ordered = ordered.clamp(min=0).masked_fill(columns >= counts[:, None], 0)
-    sums = ordered.cumsum(dim=1)
-    totals = torch.where(has_top_k, sums[:, -1], totals)
+def _column(values: Sequence[float], device: torch.device) -> torch.Tensor:
+    dtype = torch.float64 if isinstance(values[0], float) else torch.int64
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def _kept(weights: torch.Tensor, scores: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """Which tokens may be chosen, [num_rows, vocab_size] bool."""
+    device, vocab_size = weights.device, weights.shape[1]
+    top_k = _column([draw.num_likeliest(vocab_size) for draw in draws], device)[:, None]
+    top_p = _column([float(draw.top_p) for draw in draws], device)[:, None]
+    min_p = _column([min(float(draw.min_p), 1.0) for draw in draws], device)[:, None]
+    order = torch.sort(scores, dim=1, descending=True, stable=True).indices
+    weights = weights.gather(1, order)
+    is_kept = (weights >= min_p) & (torch.arange(vocab_size, device=device) < top_k)
+    sums = weights.masked_fill(~is_kept, 0).cumsum(dim=1)
     # A token is kept while those before it do not make up top-p yet; so the first always is.
-    is_beyond = torch.zeros_like(ordered, dtype=torch.bool)
-    is_beyond[:, 1:] = sums[:, :-1] >= (top_p * totals)[:, None]
-    chosen = _invert(ordered.masked_fill(is_beyond, 0), uniforms)
-    tokens: list[int] = token_ids.gather(1, chosen[:, None])[:, 0].tolist()
-    return tokens
+    is_kept[:, 1:] &= (sums[:, :-1] < top_p * sums[:, -1:]) | (top_p >= 1)
+    return torch.zeros_like(is_kept).scatter(1, order, is_kept)
 
 
-def _find_floors(weights: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """For each row a weight such that the tokens from it up hold at least `shares` [num_rows]; 0 where none of
-    `WEIGHT_FLOORS` does."""
-    floors = torch.zeros_like(shares)
-    left = torch.arange(len(weights), device=weights.device)
-    for floor in WEIGHT_FLOORS:
-        part = weights[left]
-        # The margin keeps rounding from ever cutting off a token that the order of the whole row would keep.
-        is_enough = part.masked_fill(part < floor, 0).sum(dim=1) > shares[left] * (1 + 1e-9)
-        floors[left[is_enough]] = floor
-        left = left[~is_enough]
-        if not len(left):
-            break
-    return floors
-
-
-def sample_cpu(plan: Plan, rows: Sequence[torch.Tensor], draws: Sequence[Draw]) -> list[int]:
-    """`kernels/cpu/sample.h`, by the plan's threads: `rows` are float32 [vocab_size] each, contiguous, on the CPU.
-
-    Raises:
-        FloatingPointError: the best score of a row is not finite.
-    """
-    vocab_size = rows[0].shape[0]
-    structs = (SampleRowStruct * len(rows))(
+def sample_cpu(plan: Plan, scores: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """`kernels/cpu/sample.h`, by the plan's threads: `scores` are float32, rows contiguous, on the CPU."""
+    assert scores.dtype == torch.float32
+    assert scores.stride(1) == 1
+    vocab_size = scores.shape[1]
+    start, row_bytes = scores.data_ptr(), scores.stride(0) * scores.element_size()
+    structs = (SampleRowStruct * len(draws))(
         *(
             SampleRowStruct(
-                scores=row.data_ptr(),
-                temperature=draw.temperature,
-                min_p=draw.min_p,
-                top_p=draw.top_p,
-                uniform=draw.uniform,
-                top_k=draw.num_likeliest(vocab_size) % vocab_size,
+                start + draw.row * row_bytes,
+                0.0 if draw.is_greedy else draw.temperature,
+                draw.min_p,
+                draw.top_p,
+                draw.seed & _MASK,
+                draw.position,
+                draw.choice_index,
+                draw.num_likeliest(vocab_size) % vocab_size,
             )
-            for row, draw in zip(rows, draws, strict=True)
+            for draw in draws
         )
     )
     plan.sample(structs, vocab_size)
-    token_ids = [struct.token for struct in structs]
-    if min(token_ids) < 0:
-        raise FloatingPointError("the model's logits are not finite")
-    return token_ids
+    return torch.tensor([struct.token for struct in structs])
+
+
+def sample(
+    scores: torch.Tensor, draws: Sequence[Draw], plan: Plan | None = None, *, logits: torch.Tensor | None = None
+) -> Drawn:
+    """Draw a token for each of `draws`, at least one, from its row of `scores` [num_rows, vocab_size].
+
+    Nothing here waits for a GPU.
+
+    Args:
+        plan: whose threads draw on a CPU.
+        logits: the scores as they were before any processing, row for row, where log-normalizers are welcome.
+    """
+    if scores.is_cuda:
+        from kernels.gpu.sample import pack_draws, sample_triton
+
+        words = to_device(pack_draws(draws, scores.shape[1]), scores.device)
+        is_truncated = any(draw.is_truncated(scores.shape[1]) for draw in draws)
+        token_ids, log_normalizers = sample_triton(scores, words, logits, is_truncated=is_truncated)
+        return Drawn(token_ids=token_ids, log_normalizers=log_normalizers)
+    return Drawn(token_ids=sample_reference(scores, draws) if plan is None else sample_cpu(plan, scores, draws))

@@ -1,167 +1,300 @@
-// The body of `kernels/sample.py` on a CPU: one token out of a row of scores, by one number between 0 and 1.
+// The body of `kernels/sample.py` on a CPU: one token out of a row of scores.
 //
-// Weights are floats against the best token's 1, their sums doubles in one order. Only the tokens that can be among the
-// kept ones are sorted: a histogram over the upper bits of the weights says from which weight on.
+// Noise is made for groups of tokens that hold one that can still win, and logarithms are taken for those alone whose
+// noise is high enough. What top-k and top-p keep is found by a histogram of the
+// tokens that can be kept at all and a partition of one bucket.
 #pragma once
 
 #include <algorithm>
 #include <vector>
 
+#include "noise.h"
 #include "step.h"
 
 namespace weir {
 
 struct SampleRow {
   const float* scores;  // [vocabulary]
-  double temperature, min_p, top_p, uniform;
+  double temperature;   // 0 for the best score
+  double min_p, top_p;
+  uint64_t seed;
+  uint32_t position, choice;
   int32_t top_k;  // less than the vocabulary; 0 for all
   int32_t token;  // the result; -1 where the best score is not finite or one is no number
 };
 
-struct SampleScratch {
-  std::vector<float> weights;
-  std::vector<double> sums;  // of each block of weights
-  std::vector<int32_t> counts, kept;
-  std::vector<double> bucket_sums;
+// A token of some measure: its weight, or 1 where tokens are counted.
+struct Candidate {
+  float score;
+  int32_t token;
+  double measure;
+
+  bool operator<(const Candidate& other) const {  // the better one is less
+    return score > other.score || (score == other.score && token < other.token);
+  }
 };
 
-constexpr int WEIGHT_SHIFT = 19;  // a bucket is an exponent and four bits of fraction
-constexpr int NUM_BUCKETS = (0x3f800000 >> WEIGHT_SHIFT) + 2;  // weights are at most 1, or a bit more by rounding
-constexpr int SUM_BLOCK = 256;
+constexpr int NUM_BUCKETS = 1024;
+constexpr float BUCKETS_PER_NAT = 8;
 
-INLINE int bucket_of(float weight) {
-  int32_t bits;
-  memcpy(&bits, &weight, 4);
-  const int bucket = bits >> WEIGHT_SHIFT;
-  return bucket < NUM_BUCKETS ? bucket : NUM_BUCKETS - 1;
-}
+struct SampleScratch {
+  std::vector<float> most, sorted;  // the best score of each group
+  std::vector<Candidate> candidates;
+  double measures[NUM_BUCKETS];
+  float tail[NOISE_GROUP];
+};
 
-// The best of the scores, or a value that is not finite.
-INLINE float best_score(const float* scores, int count) {
-  Vec most = splat(-INFINITY);
+// The scores of a row by groups of NOISE_GROUP; the last one is filled up with minus infinity.
+struct Groups {
+  const float* scores;
+  const float* tail;
+  int count, num_tokens;
+
+  Groups(const float* row, int num_tokens, float (&filled)[NOISE_GROUP])
+      : scores(row), tail(filled), count(ceil_div(num_tokens, NOISE_GROUP)), num_tokens(num_tokens) {
+    const int first = (count - 1) * NOISE_GROUP;
+    for (int i = 0; i < NOISE_GROUP; i++) filled[i] = first + i < num_tokens ? row[first + i] : -INFINITY;
+  }
+
+  const float* operator[](int group) const { return group + 1 < count ? scores + group * NOISE_GROUP : tail; }
+};
+
+// Fills in the best score of every group; returns that of all, or no number.
+INLINE float find_best(const Groups& groups, std::vector<float>& most) {
+  most.resize(groups.count);
   IntVec is_no_number = IntVec{};
-  int i = 0;
-  for (; i + LANES <= count; i += LANES) {
-    const Vec score = load(scores + i);
-    is_no_number |= score != score;
-    most = maximum(most, score);
-  }
   float best = -INFINITY;
-  for (int lane = 0; lane < LANES; lane++) {
-    if (is_no_number[lane]) return NAN;
-    best = most[lane] > best ? most[lane] : best;
+  for (int group = 0; group < groups.count; group++) {
+    const float* const scores = groups[group];
+    Vec highest = load(scores);
+    UNROLL for (int i = 0; i < NOISE_GROUP; i += LANES) {
+      const Vec score = load(scores + i);
+      is_no_number |= score != score;
+      highest = maximum(highest, score);
+    }
+    most[group] = max_lanes(highest);
+    best = most[group] > best ? most[group] : best;
   }
-  for (; i < count; i++) {
-    if (scores[i] != scores[i]) return NAN;
-    best = scores[i] > best ? scores[i] : best;
-  }
+  for (int lane = 0; lane < LANES; lane++) best = is_no_number[lane] ? NAN : best;
   return best;
 }
 
-// Sums of SUM_BLOCK weights each; returns the sum of all.
-inline double sum_blocks(const std::vector<float>& weights, std::vector<double>& sums) {
-  const int count = static_cast<int>(weights.size());
-  double total = 0;
-  sums.clear();
-  for (int first = 0; first < count; first += SUM_BLOCK) {
-    const int end = first + SUM_BLOCK < count ? first + SUM_BLOCK : count;
-    double parts[8] = {};
-    int i = first;
-    for (; i + 8 <= end; i += 8) {
-      UNROLL for (int part = 0; part < 8; part++) parts[part] += weights[i + part];
+// The least token that may be chosen: those of higher scores may, too, and those of its score with lower ids.
+struct Least {
+  float score;
+  int32_t token;
+};
+
+// Finds the tokens that may be chosen, each step among those that are left.
+class Selection {
+ public:
+  Selection(const Groups& groups, float best, double temperature, SampleScratch& scratch)
+      : groups_(groups), best_(best), temperature_(temperature), inverse_(static_cast<float>(1 / temperature)), s_(scratch) {}
+
+  Least least() const { return least_; }
+
+  void keep_weights(double min_p) {
+    if (min_p > 0) raise(static_cast<float>(best_ + temperature_ * log(min_p < 1 ? min_p : 1)));
+  }
+
+  void keep_best(int count) {
+    if (count <= groups_.count) {  // as many tokens have at least the score of that group's best
+      s_.sorted = s_.most;
+      std::nth_element(s_.sorted.begin(), s_.sorted.begin() + (count - 1), s_.sorted.end(), std::greater<float>());
+      raise(s_.sorted[count - 1]);
     }
-    for (; i < end; i++) parts[0] += weights[i];
-    sums.push_back(((parts[0] + parts[4]) + (parts[1] + parts[5])) + ((parts[2] + parts[6]) + (parts[3] + parts[7])));
-    total += sums.back();
+    keep_share(count, [](float) { return 1; });
   }
-  return total;
-}
 
-// The first token, in the order of the ids, at which the running sum exceeds `target`; where rounding keeps every sum
-// from doing so, the last token of any weight.
-inline int draw_of_all(const SampleScratch& s, double target) {
-  const int count = static_cast<int>(s.weights.size());
-  double sum = 0;
-  size_t block = 0;
-  while (block + 1 < s.sums.size() && sum + s.sums[block] <= target) sum += s.sums[block++];
-  int token = static_cast<int>(block) * SUM_BLOCK;
-  for (; token < count; token++) {
-    sum += s.weights[token];
-    if (sum > target && s.weights[token] > 0) return token;
+  void keep_likeliest(double top_p) {
+    const double share = top_p > 0 ? top_p : 0;
+    double total = 0;
+    if (least_.score > -INFINITY) {
+      visit([](Vec score) { return score == score; }, [&](float, int, float weight, int) { total += weight; });
+    } else {
+      total = raise_to_share(share);
+    }
+    keep_share(share * total, [](float weight) { return weight; });
   }
-  do token--; while (token > 0 && !(s.weights[token] > 0));
-  return token;
-}
 
-inline int draw_of_kept(const SampleRow& row, SampleScratch& s, double total) {
-  const std::vector<float>& weights = s.weights;
-  const int count = static_cast<int>(weights.size());
-  s.counts.assign(NUM_BUCKETS, 0);
-  s.bucket_sums.assign(NUM_BUCKETS, 0);
-  for (int i = 0; i < count; i++) {
-    const int bucket = bucket_of(weights[i]);
-    s.counts[bucket]++;
-    s.bucket_sums[bucket] += weights[i];
-  }
-  const double share = row.top_p * total * (1 + 1e-9);  // of no consequence but for rounding
-  int64_t num_above = 0;
-  double sum_above = 0;
-  int floor = NUM_BUCKETS;
-  while (floor > 0 && (num_above == 0 || (row.top_k ? num_above < row.top_k : sum_above <= share))) {
-    floor--;
-    num_above += s.counts[floor];
-    sum_above += s.bucket_sums[floor];
-  }
-  if (floor > 0) floor--;  // two weights may lie in the wrong order by the last bit
-  s.kept.clear();
-  for (int i = 0; i < count; i++) {
-    if (bucket_of(weights[i]) >= floor) s.kept.push_back(i);
-  }
-  const float* const scores = row.scores;
-  std::stable_sort(s.kept.begin(), s.kept.end(), [scores](int32_t a, int32_t b) { return scores[a] > scores[b]; });
-  if (row.top_k && static_cast<int64_t>(s.kept.size()) > row.top_k) s.kept.resize(row.top_k);
-  if (row.top_k) {
-    total = 0;
-    for (const int32_t token : s.kept) total += weights[token];
-  }
-  // A token is kept while those before it do not make up top-p yet; so the first always is.
-  double kept_total = 0;
-  size_t num_kept = 0;
-  while (num_kept < s.kept.size() && (num_kept == 0 || row.top_p >= 1 || kept_total < row.top_p * total)) {
-    kept_total += weights[s.kept[num_kept++]];
-  }
-  const double target = kept_total * row.uniform;
-  double sum = 0;
-  int32_t last = s.kept[0];
-  for (size_t i = 0; i < num_kept; i++) {
-    sum += weights[s.kept[i]];
-    if (weights[s.kept[i]] > 0) last = s.kept[i];
-    if (sum > target) break;
-  }
-  return last;
-}
+ private:
+  void raise(float score) { least_.score = std::max(least_.score, score); }
 
-inline void sample_row(SampleRow& row, int count, SampleScratch& s) {
-  const float best = best_score(row.scores, count);
+  Vec weigh(Vec score) const { return exponential((score - best_) * inverse_); }
+
+  // The weight of all tokens; leaves fewer of them, but those that hold the share of it.
+  double raise_to_share(double share) {
+    constexpr int NUM_FLOORS = 6;
+    Vec floors[NUM_FLOORS];
+    double total = 0, above[NUM_FLOORS] = {};
+    for (int i = 0; i < NUM_FLOORS; i++) floors[i] = splat(static_cast<float>(best_ - 2 * (i + 1) * temperature_));
+    for (int group = 0; group < groups_.count; group++) {
+      Vec sum = Vec{}, sums[NUM_FLOORS] = {};
+      UNROLL for (int i = 0; i < NOISE_GROUP; i += LANES) {
+        const Vec score = load(groups_[group] + i), weight = weigh(score);
+        sum += weight;
+        UNROLL for (int j = 0; j < NUM_FLOORS; j++) sums[j] += select(score >= floors[j], weight, Vec{});
+      }
+      total += sum_lanes(sum);
+      for (int j = 0; j < NUM_FLOORS; j++) above[j] += sum_lanes(sums[j]);
+    }
+    // Tokens below the mean of what may be left out make up less than that.
+    raise(static_cast<float>(best_ + temperature_ * (log((1 - share) * total / groups_.num_tokens) - 1e-3)));
+    for (int i = 0; i < NUM_FLOORS; i++) {
+      if (above[i] > share * total * (1 + 1e-6)) raise(floors[i][0]);
+    }
+    return total;
+  }
+
+  // A better token's bucket is no higher.
+  IntVec bucket_of(Vec score) const {
+    const Vec distance = (best_ - score) * (inverse_ * BUCKETS_PER_NAT), last = splat(NUM_BUCKETS - 1);
+    return __builtin_convertvector(select(distance < last, distance, last), IntVec);
+  }
+
+  IntVec is_left(Vec score) const { return (score >= splat(least_.score)) & (score > splat(-INFINITY)); }
+
+  // Calls with (score, token, weight, bucket) for each token that is left and meets the condition. Where they are is
+  // found for a whole group at once, since one cannot guess whether the next is one.
+  template <class Condition, class Visitor>
+  void visit(Condition&& condition, Visitor&& visitor) const {
+    for (int group = 0; group < groups_.count; group++) {
+      if (s_.most[group] < least_.score) continue;
+      const float* const scores = groups_[group];
+      uint64_t places = 0;
+      UNROLL for (int i = 0; i < NOISE_GROUP; i += LANES) {
+        const Vec score = load(scores + i);
+        places |= uint64_t{lanes_of(is_left(score) & condition(score))} << i;
+      }
+      if (!places) continue;
+      float weights[NOISE_GROUP];
+      int32_t buckets[NOISE_GROUP];
+      UNROLL for (int i = 0; i < NOISE_GROUP; i += LANES) {
+        const IntVec bucket = bucket_of(load(scores + i));
+        store(weights + i, weigh(load(scores + i)));
+        memcpy(buckets + i, &bucket, sizeof bucket);
+      }
+      for (; places; places &= places - 1) {
+        const int place = __builtin_ctzll(places), token = group * NOISE_GROUP + place;
+        if (scores[place] > least_.score || token <= least_.token) {
+          visitor(scores[place], token, weights[place], buckets[place]);
+        }
+      }
+    }
+  }
+
+  // Keep the best tokens, as few as have a share of the measure. Only those of the bucket at the border are put in order.
+  template <class Measure>
+  void keep_share(double share, Measure&& measure) {
+    std::fill_n(s_.measures, NUM_BUCKETS, 0.0);
+    int last = 0;
+    visit([](Vec score) { return score == score; }, [&](float, int, float weight, int bucket) {
+      s_.measures[bucket] += measure(weight);
+      last = std::max(last, bucket);
+    });
+    double before = 0;
+    int border = 0;
+    while (border < last && before + s_.measures[border] < share) before += s_.measures[border++];
+    std::vector<Candidate>& all = s_.candidates;
+    all.clear();
+    visit([&](Vec score) { return bucket_of(score) == border; },
+          [&](float score, int token, float weight, int) {
+            all.push_back({score, token, static_cast<double>(measure(weight))});
+          });
+    size_t first = 0, end = all.size();  // the last that is kept is one of these
+    while (end - first > 1) {
+      const size_t middle = first + (end - first) / 2;
+      std::nth_element(all.begin() + first, all.begin() + middle, all.begin() + end);
+      double sum = before;
+      for (size_t i = first; i < middle; i++) sum += all[i].measure;
+      if (sum < share) {
+        before = sum;
+        first = middle;
+      } else {
+        end = middle;
+      }
+    }
+    least_ = {all[first].score, all[first].token};
+  }
+
+  const Groups& groups_;
+  const float best_;
+  const double temperature_;
+  const float inverse_;
+  SampleScratch& s_;
+  Least least_{-INFINITY, INT32_MAX};
+};
+
+// The tokens so far in the race for the highest sum of score and noise.
+class Race {
+ public:
+  Race(const SampleRow& row, float best, Least least)
+      : row_(row), best_(best), least_(least), inverse_(static_cast<float>(1 / row.temperature)) {}
+
+  int winner() const { return winner_; }
+
+  // Scores below cannot win any more, whatever their noise.
+  double lowest() const { return std::max<double>(least_.score, best_ + (top_ - MAX_NOISE) * row_.temperature); }
+
+  void enter(int group, const float* scores, float most) {
+    Words words[4][NOISE_PARTS];
+    noise_words(row_.seed, row_.position, row_.choice, group, words);
+    const Vec top = splat(static_cast<float>(top_) - 1e-3f);
+    Words lowest = words[0][0];  // of the most noise
+    UNROLL for (int i = 1; i < NOISE_GROUP / LANES; i++) {
+      const Words other = words[i / NOISE_PARTS][i % NOISE_PARTS];
+      lowest = other < lowest ? other : lowest;
+    }
+    if (!lanes_of((most - best_) * inverse_ + most_noise(lowest) >= top)) return;
+    UNROLL for (int i = 0; i < NOISE_GROUP / LANES; i++) {
+      const Words own = words[i / NOISE_PARTS][i % NOISE_PARTS];
+      const Vec score = load(scores + i * LANES);
+      const Vec sum = (score - best_) * inverse_ + most_noise(own);
+      for (uint32_t lanes = lanes_of((score >= splat(least_.score)) & (sum >= top)); lanes; lanes &= lanes - 1) {
+        const int lane = __builtin_ctz(lanes);
+        enter(group * NOISE_GROUP + i * LANES + lane, score[lane], own[lane]);
+      }
+    }
+  }
+
+ private:
+  __attribute__((noinline)) void enter(int token, float score, uint32_t word) {
+    if (score == least_.score && token > least_.token) return;
+    const double sum = (static_cast<double>(score) - best_) / row_.temperature + gumbel(word);
+    if (sum > top_ || (sum == top_ && token < winner_)) {
+      top_ = sum;
+      winner_ = token;
+    }
+  }
+
+  const SampleRow& row_;
+  const float best_;
+  const Least least_;
+  const float inverse_;
+  double top_ = -INFINITY;
+  int winner_ = -1;
+};
+
+inline void sample_row(SampleRow& row, int num_tokens, SampleScratch& s) {
+  const Groups groups(row.scores, num_tokens, s.tail);
+  const float best = find_best(groups, s.most);
   row.token = -1;
   if (!__builtin_isfinite(best)) return;
-  s.weights.resize(count);
-  const float inverse = static_cast<float>(1.0 / (row.temperature > 1e-30 ? row.temperature : 1e-30));
-  const float min_p = static_cast<float>(row.min_p < 1 ? row.min_p : 1);  // the best token is always left
-  const auto weigh = [&](const float* scores) {
-    const Vec weight = exponential((load(scores) - best) * inverse);
-    return select(weight >= min_p, weight, Vec{});
-  };
-  int i = 0;
-  for (; i + LANES <= count; i += LANES) store(&s.weights[i], weigh(row.scores + i));
-  if (i < count) {
-    float scores[LANES] = {}, weights[LANES];
-    memcpy(scores, row.scores + i, sizeof(float) * (count - i));
-    store(weights, weigh(scores));
-    memcpy(&s.weights[i], weights, sizeof(float) * (count - i));
+  const int first = static_cast<int>(std::find(s.most.begin(), s.most.end(), best) - s.most.begin());
+  if (row.temperature == 0) {
+    row.token = first * NOISE_GROUP + static_cast<int>(std::find(groups[first], groups[first] + NOISE_GROUP, best) - groups[first]);
+    return;
   }
-  const double total = sum_blocks(s.weights, s.sums);
-  row.token = row.top_k || row.top_p < 1 ? draw_of_kept(row, s, total) : draw_of_all(s, total * row.uniform);
+  Selection selection(groups, best, row.temperature, s);
+  selection.keep_weights(row.min_p);
+  if (row.top_k > 0) selection.keep_best(row.top_k);
+  if (row.top_p < 1) selection.keep_likeliest(row.top_p);
+  Race race(row, best, selection.least());
+  race.enter(first, groups[first], best);  // whose sum is a hard one to beat
+  for (int group = 0; group < groups.count; group++) {
+    if (group != first && s.most[group] >= race.lowest()) race.enter(group, groups[group], s.most[group]);
+  }
+  row.token = race.winner();
 }
 
 }  // namespace weir

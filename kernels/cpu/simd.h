@@ -188,6 +188,19 @@ INLINE Vec select(IntVec condition, Vec yes, Vec no) {
   return reinterpret_cast<Vec>((condition & reinterpret_cast<IntVec>(yes)) | (~condition & reinterpret_cast<IntVec>(no)));
 }
 
+// A bit for each lane whose condition holds.
+INLINE uint32_t lanes_of(IntVec condition) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(condition));
+#elif defined(__AVX2__)
+  return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(condition)));
+#else
+  uint32_t lanes = 0;
+  UNROLL for (int lane = 0; lane < LANES; lane++) lanes |= (condition[lane] & 1u) << lane;
+  return lanes;
+#endif
+}
+
 INLINE Vec maximum(Vec a, Vec b) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
   return _mm256_max_ps(a, b);

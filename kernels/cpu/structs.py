@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from enum import IntEnum
 
 
@@ -113,7 +113,9 @@ class SampleRowStruct(ctypes.Structure):
         ("temperature", c_double),
         ("min_p", c_double),
         ("top_p", c_double),
-        ("uniform", c_double),
+        ("seed", c_uint64),
+        ("position", c_uint32),
+        ("choice", c_uint32),
         ("top_k", c_int32),
         ("token", c_int32),
     )

@@ -24,7 +24,7 @@ from weir.core.errors import (
 from weir.core.request import FinishReason, FirstToken, SequenceRequest
 from weir.engine.batch import Batch, ScheduledSequence
 from weir.engine.claim import Denial, Grant
-from weir.engine.logprobs import compute_logprobs
+from weir.engine.logprobs import launch_logprobs
 
 PROMPT = tuple((7 * index) % VOCAB_SIZE for index in range(37))
 SAMPLED: dict[str, object] = {
@@ -140,7 +140,7 @@ def test_adapter_and_salt_keep_prefixes_apart() -> None:
 
 def test_prompt_logprobs_do_not_depend_on_chunks_or_cached_prefixes() -> None:
     logits = prompt_logits(PROMPT)
-    expected = compute_logprobs(logits[:-1], PROMPT[1:], [3] * (len(PROMPT) - 1))
+    expected = launch_logprobs(logits[:-1], PROMPT[1:], [3] * (len(PROMPT) - 1)).collect()
     harness = EngineHarness(max_num_batched_tokens=10)
     harness.submit(make_request("warm", PROMPT, max_tokens=1))
     harness.run()
@@ -161,7 +161,7 @@ def test_prompt_logprobs_survive_preemption_and_come_once() -> None:
     harness.check_outputs(requests)
     for request in requests:
         prompt = request.prompt_token_ids
-        expected = compute_logprobs(prompt_logits(prompt)[:-1], prompt[1:], [0] * (len(prompt) - 1))
+        expected = launch_logprobs(prompt_logits(prompt)[:-1], prompt[1:], [0] * (len(prompt) - 1)).collect()
         assert tuple(harness.prompt_logprobs[request.sequence_id]) == expected
 
 

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.cpu.plan import Plan
-from kernels.sample import Draw, sample_cpu
 from tests.kernels.cpu_library import SETS, make_sampling_plan
+from tests.kernels.plain_noise import plain_noise
 from weir.core.request import SamplingParams
-from weir.engine.sampler import SamplingRow, draw_uniform, sample
+from weir.engine.sampler import SamplingRow, launch_sampling, sample
 
 VOCAB_SIZE = 23
 
@@ -37,17 +37,18 @@ def make_row(params: SamplingParams, index: int = 0, **fields: object) -> Sampli
 
 
 def reference_scores(logits: np.ndarray, row: SamplingRow) -> np.ndarray:
-    """Bias, penalties and masks, one token after the other."""
-    scores = logits.astype(np.float64).copy()
+    """Bias, penalties and masks, one token after the other, each rounded to float32."""
+    scores = logits.astype(np.float32).copy()
     params = row.params
     output = list(row.token_ids[row.num_prompt_tokens :])
     for token_id, bias in params.logit_bias:
-        scores[token_id] += bias
+        scores[token_id] = float(scores[token_id]) + bias
     for token_id in set(row.token_ids):
-        factor = params.repetition_penalty
-        scores[token_id] = scores[token_id] / factor if scores[token_id] > 0 else scores[token_id] * factor
+        factor, score = params.repetition_penalty, float(scores[token_id])
+        scores[token_id] = score / factor if score > 0 else score * factor
     for token_id in set(output):
-        scores[token_id] -= params.frequency_penalty * output.count(token_id) + params.presence_penalty
+        addend = -params.frequency_penalty * output.count(token_id) - params.presence_penalty
+        scores[token_id] = float(scores[token_id]) + addend
     banned = set(row.stop_token_ids) if len(output) < params.min_tokens else set()
     for word in params.bad_words_token_ids:
         head = list(word[:-1])
@@ -58,7 +59,7 @@ def reference_scores(logits: np.ndarray, row: SamplingRow) -> np.ndarray:
     for token_id in range(VOCAB_SIZE):
         if token_id not in kept:
             scores[token_id] = -math.inf
-    return scores
+    return scores.astype(np.float64)
 
 
 def reference_token(logits: np.ndarray, row: SamplingRow) -> int:
@@ -70,10 +71,8 @@ def reference_token(logits: np.ndarray, row: SamplingRow) -> int:
         return order[0]
     best = scores[order[0]]
     weights = [math.exp((score - best) / params.temperature) for score in scores]
-    weights = [weight if weight >= params.min_p else 0.0 for weight in weights]
-    is_truncated = 0 < params.top_k < VOCAB_SIZE or params.top_p < 1
-    kept = order if is_truncated else list(range(VOCAB_SIZE))
-    if 0 < params.top_k < VOCAB_SIZE:
+    kept = [token_id for token_id in order if weights[token_id] >= params.min_p]
+    if params.top_k > 0:
         kept = kept[: params.top_k]
     if params.top_p < 1:
         share = params.top_p * sum(weights[token_id] for token_id in kept)
@@ -84,13 +83,12 @@ def reference_token(logits: np.ndarray, row: SamplingRow) -> int:
             nucleus.append(token_id)
             before += weights[token_id]
         kept = nucleus
-    target = draw_uniform(params.seed, row.choice_index, len(row.token_ids)) * sum(weights[t] for t in kept)
-    total = 0.0
-    for token_id in kept:
-        total += weights[token_id]
-        if total > target:
-            return token_id
-    raise AssertionError("the draw is beyond the total")
+    sums = {
+        token_id: (scores[token_id] - best) / params.temperature
+        + plain_noise(params.seed, row.choice_index, len(row.token_ids), token_id)
+        for token_id in kept
+    }
+    return min(kept, key=lambda token_id: (-sums[token_id], token_id))
 
 
 token = st.integers(0, VOCAB_SIZE - 1)
@@ -156,20 +154,6 @@ def test_draws_follow_the_distribution(plan: Plan | None) -> None:
     assert chi_square < 16.3, "three degrees of freedom, p = 0.001"
 
 
-def test_draw_depends_on_seed_choice_and_position_alone() -> None:
-    base = draw_uniform(1, 2, 3)
-    assert base == draw_uniform(1, 2, 3)
-    others = [draw_uniform(*key) for key in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (2, 1, 3), (3, 2, 1))]
-    assert len({base, *others}) == 6
-    assert all(0 <= value < 1 for value in others)
-
-
-def test_draw_is_the_same_in_every_version() -> None:
-    # A stream may move between workers of neighbouring builds: this number never changes.
-    assert draw_uniform(0, 0, 0) == 0.7273551020234886
-    assert draw_uniform(2**64 - 1, 1, 100) == draw_uniform(-1, 1, 100)
-
-
 def test_greedy_takes_the_lowest_id_of_equals() -> None:
     logits = torch.full((2, 50_000), 1.0)
     logits[1, [30_000, 49_999]] = 2.0
@@ -201,26 +185,6 @@ def test_the_strangest_repetition_penalty_overflows_nothing(
     assert item.token_id in ((1,) if penalty < 1 else (0, 3))
 
 
-@pytest.mark.parametrize("instruction_set", SETS)
-def test_draws_that_mean_nothing_end_in_a_token(instruction_set: str) -> None:
-    made = make_sampling_plan(instruction_set)
-    row = torch.randn(1000)
-    sane = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "uniform": 0.5}
-    odd: list[dict[str, float]] = [
-        {"top_k": -1},
-        {"top_p": -1.0},
-        {"top_p": math.nan},
-        {"min_p": 7.0},
-        {"min_p": math.nan},
-    ]
-    try:
-        for one in odd:
-            (token_id,) = sample_cpu(made, [row], [Draw(**(sane | one))])  # type: ignore[arg-type]
-            assert 0 <= token_id < 1000
-    finally:
-        made.close()
-
-
 def test_large_vocabulary_is_truncated_exactly(plan: Plan | None) -> None:
     generator = torch.Generator().manual_seed(5)
     logits = (torch.randn(6, 30_000, generator=generator) * 3).round(decimals=1)
@@ -247,9 +211,9 @@ def _reference_large(scores: np.ndarray, row: SamplingRow) -> int:
     before = np.concatenate(([0.0], np.cumsum(weights)[:-1]))
     kept = before < row.params.top_p * weights.sum()
     kept[0] = True
-    sums = np.cumsum(weights[kept])
-    draw = draw_uniform(row.params.seed, row.choice_index, len(row.token_ids))
-    return int(order[np.searchsorted(sums, draw * sums[-1], side="right")])
+    tokens, params = order[kept], row.params
+    noise = [plain_noise(params.seed, row.choice_index, len(row.token_ids), int(token_id)) for token_id in tokens]
+    return int(tokens[np.argmax(scores[tokens] / params.temperature + np.array(noise))])
 
 
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.5)])
@@ -276,3 +240,31 @@ def test_logprobs_are_of_the_untouched_distribution() -> None:
 
 def test_no_rows_give_no_tokens(plan: Plan | None) -> None:
     assert sample(torch.zeros((0, VOCAB_SIZE)), [], plan) == ()
+
+
+def test_what_is_launched_can_be_gathered_from_before_it_is_collected(plan: Plan | None) -> None:
+    logits = torch.randn((4, VOCAB_SIZE), generator=torch.Generator().manual_seed(0))
+    params = [
+        SamplingParams(seed=1, logprobs=2),
+        SamplingParams(seed=2, presence_penalty=1.0),
+        SamplingParams(temperature=0, logprobs=0),
+        SamplingParams(seed=3, logit_bias=((5, 2.0),), logprobs=1),
+    ]
+    batch = [make_row(item, index, output_counts={3: 1}) for index, item in enumerate(params)]
+    pending = launch_sampling(logits, batch, plan)
+    assert pending.token_ids.dtype == torch.int64
+    collected = pending.collect()
+    assert pending.token_ids.tolist() == [item.token_id for item in collected]
+    assert [None if item.logprobs is None else len(item.logprobs.top_token_ids) for item in collected] == [
+        2,
+        None,
+        0,
+        1,
+    ]
+    assert collected == tuple(
+        sample(logits[index : index + 1], [replace(row, logits_row=0)], plan)[0] for index, row in enumerate(batch)
+    )
+    for item, row in zip(collected, logits.double(), strict=True):
+        if item.logprobs is not None:
+            assert item.logprobs.token_id == item.token_id
+            assert item.logprobs.logprob == pytest.approx(float(row.log_softmax(0)[item.token_id]))

@@ -25,10 +25,10 @@ from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from tests.kernels.compile_cases import attention, blocks, linear, lora_matmul, moe, quantized, rows
+from tests.kernels.compile_cases import attention, blocks, linear, lora_matmul, moe, quantized, rows, sample
 from tests.kernels.compile_cases.case import Case
 
-GROUPS = (attention, rows, blocks, linear, quantized, moe, lora_matmul)
+GROUPS = (attention, rows, blocks, linear, quantized, moe, lora_matmul, sample)
 
 LIMITS = Path(__file__).with_suffix(".json")
 NVIDIA = {f"sm_{number}": GPUTarget("cuda", number, 32) for number in (80, 89, 90)}

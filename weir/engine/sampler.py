@@ -1,25 +1,25 @@
-"""Chooses tokens from logits. Every choice is a pure function of the row's logits, its sequence and one random number,
-and that number is a pure function of (seed, choice index, position): no generator runs, and no neighbour matters.
+"""Chooses tokens from logits. Every choice is a pure function of the row's logits, its sequence and the random numbers
+of (seed, choice index, position): no generator runs, and no neighbour matters.
 
 Order of work on a row: logit bias; repetition penalty (prompt and output); frequency and presence penalty (output
-alone); masks (allowed tokens, bad words, stop tokens before `min_tokens`); then greedy, or temperature, min-p, top-k,
-top-p and one draw by inverse CDF, see `kernels.sample`.
+alone), each rounded to float32; masks (allowed tokens, bad words, stop tokens before `min_tokens`); `kernels.sample`.
+The device's work is launched without waiting for it; `collect` waits and makes Python of it.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 
 import numpy as np
 import torch
 
 from kernels.cpu.plan import Plan
-from kernels.sample import Draw, sample_cpu, sample_reference
+from kernels.sample import Draw, Drawn
+from kernels.sample import sample as draw_tokens
+from kernels.staging import HostCopy, to_device
 from weir.core.request import SamplingParams, TokenLogprobs
-from weir.engine.logprobs import compute_logprobs
+from weir.engine.logprobs import measure_logprobs, read_logprobs
 
 LARGEST_SCORE = 1e30
 """Beyond what any model gives and within float32: where a tiny repetition penalty ends."""
@@ -47,10 +47,6 @@ class SamplingRow:
     stop_token_ids: frozenset[int] = frozenset()
 
     @property
-    def is_greedy(self) -> bool:
-        return self.params.temperature == 0
-
-    @property
     def needs_processing(self) -> bool:
         """Whether anything changes the logits before the choice."""
         params = self.params
@@ -75,131 +71,126 @@ class SampledToken:
     logprobs: TokenLogprobs | None = None
 
 
-def draw_uniform(seed: int, choice_index: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits, the same on every machine."""
-    key = b"weir.draw.1" + b"".join(
-        (value & (2**64 - 1)).to_bytes(8, "little") for value in (seed, choice_index, position)
-    )
-    return (int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 11) / 2**53
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingTokens:
+    """The tokens of a launch.
+
+    Attributes:
+        token_ids: [num_rows] int64 on the device of the logits, for a next step to gather from; -1 where a row's logits
+            are not finite.
+        values: the same and what was measured of the rows that want log-probabilities, on their way to the host.
+        num_top: how many likely tokens each row wants beside its own, None for no log-probabilities.
+    """
+
     token_ids: torch.Tensor
-    sampled: tuple[SampledToken, ...]
+    values: HostCopy
+    num_top: tuple[int | None, ...]
+    vocab_size: int
 
     def collect(self) -> tuple[SampledToken, ...]:
-        return self.sampled
+        """Wait for the tokens.
 
-
-def launch_sampling(logits: torch.Tensor, rows: Sequence[SamplingRow], plan: Plan | None = None) -> PendingTokens:
-    sampled = sample(logits, rows, plan)
-    return PendingTokens(
-        token_ids=torch.tensor([token.token_id for token in sampled], dtype=torch.int64), sampled=sampled
-    )
+        Raises:
+            FloatingPointError: a row's logits are not finite, so that no token could be chosen honestly.
+        """
+        values = self.values.wait()
+        token_ids: list[int] = values[: len(self.num_top)].long().tolist()
+        if -1 in token_ids:
+            raise FloatingPointError("the model's logits are not finite")
+        wanted = [count for count in self.num_top if count is not None]
+        logprobs: Iterator[TokenLogprobs] = iter(())
+        if wanted:
+            measured = values[len(self.num_top) :].view(len(wanted), -1)
+            logprobs = iter(read_logprobs(measured, wanted, self.vocab_size))
+        return tuple(
+            SampledToken(token_id=token_id, logprobs=None if count is None else next(logprobs))
+            for token_id, count in zip(token_ids, self.num_top, strict=True)
+        )
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], plan: Plan | None = None) -> tuple[SampledToken, ...]:
-    """Choose one token for each of `rows`.
+def launch_sampling(logits: torch.Tensor, rows: Sequence[SamplingRow], plan: Plan | None = None) -> PendingTokens:
+    """Begin to choose one token for each of `rows`; nothing here waits for a GPU.
 
     Args:
         logits: [num_logits, vocab_size] float32; not changed.
         plan: the one the logits come from, where CPU kernels compute them: it draws, too.
-
-    Raises:
-        FloatingPointError: a row's logits are not finite, so that no token could be chosen honestly.
     """
-    token_ids = [0] * len(rows)
-    if plain := [index for index, row in enumerate(rows) if row.is_greedy and not row.needs_processing]:
-        _fill(token_ids, plain, _choose_greedily(_select(logits, rows, plain)))
-    processed: dict[int, torch.Tensor] = {}
-    if changed := [index for index, row in enumerate(rows) if row.needs_processing]:
-        scores = _process(_select(logits, rows, changed).double(), [rows[index] for index in changed])
-        processed = dict(zip(changed, scores, strict=True))
-    if greedy := [index for index in processed if rows[index].is_greedy]:
-        _fill(token_ids, greedy, _choose_greedily(torch.stack([processed[index] for index in greedy])))
-    if drawn := [index for index, row in enumerate(rows) if not row.is_greedy]:
-        draws = [_draw_of(rows[index]) for index in drawn]
-        if plan is not None:
-            parts = [processed.get(index, logits[rows[index].logits_row]).float() for index in drawn]
-            tokens = sample_cpu(plan, parts, draws)
-        else:
-            whole = _select(logits, rows, drawn).double()
-            for place, index in enumerate(drawn):
-                if index in processed:
-                    whole[place] = processed[index]
-            tokens = sample_reference(whole, draws)
-        _fill(token_ids, drawn, tokens)
-    return tuple(
-        SampledToken(token_id=token_id, logprobs=logprobs)
-        for token_id, logprobs in zip(token_ids, _logprobs_of(logits, rows, token_ids), strict=True)
+    num_top = tuple(row.params.logprobs for row in rows)
+    wanted = [index for index, count in enumerate(num_top) if count is not None]
+    drawn = _draw(logits, rows, plan, wants_normalizers=bool(wanted))
+    values = drawn.token_ids
+    if wanted:
+        places = _staged(wanted, logits.device)
+        measured = measure_logprobs(
+            _select(logits, [rows[index].logits_row for index in wanted]),
+            drawn.token_ids[places],
+            [num_top[index] or 0 for index in wanted],
+            None if drawn.log_normalizers is None else drawn.log_normalizers[places],
+        )
+        values = torch.cat((drawn.token_ids.double(), measured.flatten()))
+    return PendingTokens(
+        token_ids=drawn.token_ids, values=HostCopy(values), num_top=num_top, vocab_size=logits.shape[1]
     )
 
 
-def _draw_of(row: SamplingRow) -> Draw:
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], plan: Plan | None = None) -> tuple[SampledToken, ...]:
+    """Launch and collect. Raises FloatingPointError where a row's logits are not finite."""
+    return launch_sampling(logits, rows, plan).collect()
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow], plan: Plan | None, *, wants_normalizers: bool) -> Drawn:
+    """Draw from the logits as they are for the rows that want it so, and from processed copies for the others."""
+    plain = [index for index, row in enumerate(rows) if not row.needs_processing]
+    changed = [index for index, row in enumerate(rows) if row.needs_processing]
+    parts: list[Drawn] = []
+    if plain:
+        draws = [_draw_of(rows[index], rows[index].logits_row) for index in plain]
+        parts.append(draw_tokens(logits, draws, plan, logits=logits if wants_normalizers else None))
+    if changed:
+        own = logits[_staged([rows[index].logits_row for index in changed], logits.device)]
+        scores = _process(own.clone() if wants_normalizers else own, [rows[index] for index in changed])
+        draws = [_draw_of(rows[index], place) for place, index in enumerate(changed)]
+        parts.append(draw_tokens(scores, draws, plan, logits=own if wants_normalizers else None))
+    if len(parts) == 1:
+        return parts[0]
+    order = _staged(np.argsort(plain + changed), logits.device)
+
+    token_ids = torch.cat([logits.new_empty(0, dtype=torch.int64), *(part.token_ids for part in parts)])
+    normalizers = [part.log_normalizers for part in parts if part.log_normalizers is not None]
+    return Drawn(token_ids=token_ids[order], log_normalizers=torch.cat(normalizers)[order] if normalizers else None)
+
+
+def _draw_of(row: SamplingRow, scores_row: int) -> Draw:
     params = row.params
     return Draw(
+        row=scores_row,
         temperature=params.temperature,
         top_k=params.top_k,
         top_p=params.top_p,
         min_p=params.min_p,
-        uniform=draw_uniform(params.seed, row.choice_index, row.position),
+        seed=params.seed,
+        choice_index=row.choice_index,
+        position=row.position,
     )
 
 
-def _fill(token_ids: list[int], indices: Sequence[int], tokens: Sequence[int]) -> None:
-    for index, token_id in zip(indices, tokens, strict=True):
-        token_ids[index] = token_id
+def _staged(indices: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
+    return to_device(torch.from_numpy(np.asarray(indices, dtype=np.int64)), device)
 
 
-def _select(logits: torch.Tensor, rows: Sequence[SamplingRow], indices: Sequence[int]) -> torch.Tensor:
-    wanted = [rows[index].logits_row for index in indices]
-    if wanted == list(range(len(logits))):
+def _select(logits: torch.Tensor, wanted: Sequence[int]) -> torch.Tensor:
+    if list(wanted) == list(range(len(logits))):
         return logits
-    return logits[torch.tensor(wanted, device=logits.device)]
-
-
-def _logprobs_of(
-    logits: torch.Tensor, rows: Sequence[SamplingRow], token_ids: Sequence[int]
-) -> list[TokenLogprobs | None]:
-    found: list[TokenLogprobs | None] = [None] * len(rows)
-    wanted = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
-    if wanted:
-        computed = compute_logprobs(
-            _select(logits, rows, wanted),
-            [token_ids[index] for index in wanted],
-            [rows[index].params.logprobs or 0 for index in wanted],
-        )
-        for index, logprobs in zip(wanted, computed, strict=True):
-            found[index] = logprobs
-    return found
-
-
-def _choose_greedily(scores: torch.Tensor) -> list[int]:
-    """The best token of each row; of equal ones the lowest id. A NaN anywhere in a row is taken for the best."""
-    if scores.device.type == "cpu":  # numpy takes 0.2 ms for 32 rows of 49,152, torch 7
-        array = scores.numpy()
-        columns = array.argmax(axis=1)
-        tokens: list[int] = columns.tolist()
-        values: list[float] = array[np.arange(len(array)), columns].tolist()
-    else:
-        best = scores.argmax(dim=1)
-        tokens = best.tolist()
-        values = scores.gather(1, best[:, None])[:, 0].tolist()
-    if not all(map(math.isfinite, values)):
-        raise FloatingPointError("the model's logits are not finite")
-    return tokens
+    return logits[_staged(wanted, logits.device)]
 
 
 def _process(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Apply bias, penalties and masks; `scores` [num_rows, vocab_size] float64 is changed in place."""
+    """Apply bias, penalties and masks; `scores` [num_rows, vocab_size] float32 is changed in place."""
     _add_bias(scores, rows)
     _apply_repetition_penalty(scores, rows)
     _apply_output_penalties(scores, rows)
-    for place, row in enumerate(rows):
-        if row.needs_processing:
-            _mask(scores[place], row)
+    _mask(scores, rows)
     return scores
 
 
@@ -207,18 +198,29 @@ class _Entries:
     """Coordinates in a matrix of scores with one value each, gathered row by row."""
 
     def __init__(self) -> None:
-        self.rows: list[int] = []
-        self.token_ids: list[int] = []
-        self.values: list[float] = []
+        self._rows: list[int] = []
+        self._token_ids: list[int] = []
+        self._values: list[float] = []
 
-    def extend(self, row: int, token_ids: Sequence[int], values: Sequence[float]) -> None:
-        self.rows.extend([row] * len(token_ids))
-        self.token_ids.extend(token_ids)
-        self.values.extend(values)
+    def __bool__(self) -> bool:
+        return bool(self._rows)
 
-    def tensors(self, device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-        places = (torch.tensor(self.rows, device=device), torch.tensor(self.token_ids, device=device))
-        return places, torch.tensor(self.values, dtype=torch.float64, device=device)
+    def extend(self, row: int, token_ids: Collection[int], values: Iterable[float] = ()) -> None:
+        """Add those of one row, with no values at all or one each."""
+        self._rows.extend([row] * len(token_ids))
+        self._token_ids.extend(token_ids)
+        self._values.extend(values)
+
+    def places(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, token_ids = to_device(torch.tensor([self._rows, self._token_ids]), device)
+        return rows, token_ids
+
+    def change(self, scores: torch.Tensor, to: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        """Replace each score, as a float64, by what `to` makes of it and its value."""
+        if self:
+            places = self.places(scores.device)
+            values = to_device(torch.tensor(self._values, dtype=torch.float64), scores.device)
+            scores[places] = to(scores[places].double(), values).float()
 
 
 def _add_bias(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
@@ -227,22 +229,20 @@ def _add_bias(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
         if row.params.logit_bias:
             token_ids, biases = zip(*row.params.logit_bias, strict=True)
             entries.extend(place, token_ids, biases)
-    if entries.rows:
-        places, biases_tensor = entries.tensors(scores.device)
-        scores[places] += biases_tensor
+    entries.change(scores, torch.add)
 
 
 def _apply_repetition_penalty(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     entries = _Entries()
     for place, row in enumerate(rows):
         if row.params.repetition_penalty != 1:
-            seen = list(set(row.token_ids))
+            seen = set(row.token_ids)
             entries.extend(place, seen, [row.params.repetition_penalty] * len(seen))
-    if entries.rows:
-        places, penalties = entries.tensors(scores.device)
-        current = scores[places]
-        penalised = torch.where(current > 0, current / penalties, current * penalties)
-        scores[places] = penalised.clamp(-LARGEST_SCORE, LARGEST_SCORE)
+    entries.change(scores, _penalised)
+
+
+def _penalised(scores: torch.Tensor, penalties: torch.Tensor) -> torch.Tensor:
+    return torch.where(scores > 0, scores / penalties, scores * penalties).clamp(-LARGEST_SCORE, LARGEST_SCORE)
 
 
 def _apply_output_penalties(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
@@ -253,28 +253,37 @@ def _apply_output_penalties(scores: torch.Tensor, rows: Sequence[SamplingRow]) -
             addends = [
                 -params.frequency_penalty * count - params.presence_penalty for count in row.output_counts.values()
             ]
-            entries.extend(place, list(row.output_counts), addends)
-    if entries.rows:
-        places, addend_tensor = entries.tensors(scores.device)
-        scores[places] += addend_tensor
+            entries.extend(place, row.output_counts, addends)
+    entries.change(scores, torch.add)
 
 
-def _mask(scores: torch.Tensor, row: SamplingRow) -> None:
-    """Set what may not be chosen to minus infinity; `scores` is one row.
+def _mask(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Set what may not be chosen to minus infinity.
 
     Where bad words and stop tokens would leave nothing of the allowed tokens, the allowed tokens win.
     """
+    kept, banned = _Entries(), _Entries()
+    restricted: list[int] = []
+    for place, row in enumerate(rows):
+        unwanted, allowed = _banned_tokens(row), row.params.allowed_token_ids
+        if allowed is not None:
+            restricted.append(place)
+            kept.extend(place, [token_id for token_id in allowed if token_id not in unwanted] or allowed)
+        elif len(unwanted) < scores.shape[1]:
+            banned.extend(place, unwanted)
+    if restricted:
+        places = kept.places(scores.device)
+        values = scores[places]
+        scores.index_fill_(0, _staged(restricted, scores.device), -torch.inf)
+        scores[places] = values
+    if banned:
+        scores.index_put_(banned.places(scores.device), scores.new_full((), -torch.inf))
+
+
+def _banned_tokens(row: SamplingRow) -> set[int]:
     banned = set(row.stop_token_ids) if row.masks_stop_tokens else set()
     output = row.token_ids[row.num_prompt_tokens :] if row.params.bad_words_token_ids else ()
     for *head, last in row.params.bad_words_token_ids:
         if not head or list(output[-len(head) :]) == head:
             banned.add(last)
-    allowed = row.params.allowed_token_ids
-    if allowed is not None:
-        kept = [token_id for token_id in allowed if token_id not in banned] or list(allowed)
-        kept_ids = torch.tensor(kept, device=scores.device)
-        values = scores[kept_ids]
-        scores.fill_(-torch.inf)
-        scores[kept_ids] = values
-    elif banned and len(banned) < len(scores):
-        scores[torch.tensor(list(banned), device=scores.device)] = -torch.inf
+    return banned
