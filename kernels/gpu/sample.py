@@ -164,7 +164,7 @@ def _find_floor_kernel(
     if num_gathered <= NUM_GATHERED:
         source_ptr, size = own_ptr, num_gathered
 
-    num_kept = vocab_size.to(tl.float32)  # of those with the lowest score
+    num_kept = tl.full((), 0, tl.float32) + vocab_size  # of those with the lowest score
     if has_top_k:
         lowest = _find_border(source_ptr, size, top_k, lowest, best, inverse, True, N)
         num_kept = top_k - _measure(source_ptr, size, lowest, best, inverse, True, True, N)
@@ -233,7 +233,8 @@ def _race_kernel(
     if IS_TRUNCATED:
         floor, last = tl.load(floors_ptr + draw), tl.load(lasts_ptr + draw)
     reference = tl.where(tl.abs(best) == float("inf"), 0.0, best)  # a piece may have nothing that may be chosen
-    noise = (blocks.to(tl.uint32, bitcast=True),) * 4
+    nothing = blocks.to(tl.uint32, bitcast=True)
+    noise = (nothing, nothing, nothing, nothing)
     if is_random & (best >= floor):
         noise = noise_words(
             tl.load(words_ptr + 1),
