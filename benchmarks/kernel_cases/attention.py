@@ -53,7 +53,7 @@ class Heads:
 
 LLAMA_8B = Heads(num_heads=32, num_kv_heads=8, head_dim=128)
 QWEN_30B_A3B = Heads(num_heads=32, num_kv_heads=4, head_dim=128)
-SMALL = Heads(num_heads=4, num_kv_heads=2, head_dim=32)
+SMALL = Heads(num_heads=2, num_kv_heads=1, head_dim=32)
 
 
 @dataclass(frozen=True, slots=True)
