@@ -23,7 +23,9 @@ async def serve(context: ServiceContext) -> None:
     prepare_process(config, context.name)
     async with (
         open_parts(config, Role.DECODE) as parts,
-        TransferClient(parts.transfer_identity) as transfer,
+        TransferClient(
+            parts.transfer_identity, map_memory=parts.engine.shared.map if parts.engine.shared is not None else None
+        ) as transfer,
     ):
         worker = DecodeWorker(
             parts.engine,

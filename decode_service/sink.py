@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from weir.core.errors import TransferProtocolError
 
 if TYPE_CHECKING:
+    from kv_transfer.blocks import PeerMemory
     from weir.engine.async_engine import AsyncEngine
     from weir.engine.block_access import BlockWrite
     from weir.engine.claim import ImportTarget
+    from weir.engine.memory_sharing import MappedMemory
 
 
 class EngineBlockSink:
@@ -21,6 +23,7 @@ class EngineBlockSink:
 
     def __init__(self, engine: AsyncEngine, target: ImportTarget) -> None:
         self._blocks = engine.blocks
+        self._shared = engine.shared
         self._block_ids = target.block_ids
         self._num_cached_tokens = target.num_cached_tokens
         self._unused = target.unused
@@ -32,6 +35,31 @@ class EngineBlockSink:
         if block_index * self.block_size < self._num_cached_tokens:
             return None
         return self._blocks.write(self._block_ids[block_index], slab_offset, size_bytes, after=self._unused)
+
+    def pull(
+        self,
+        block_index: int,
+        slab_offset: int,
+        size_bytes: int,
+        memory: PeerMemory,
+        memory_offset: int,
+        on_pulled: Callable[[], None],
+    ) -> None:
+        """Copy a piece of that block from the source's memory; not into a shared one. Raises as `target` does."""
+        self._check(block_index)
+        if block_index * self.block_size < self._num_cached_tokens:
+            on_pulled()
+            return
+        assert self._shared is not None, "memory that was never mapped"
+        self._shared.pull(
+            self._block_ids[block_index],
+            slab_offset,
+            size_bytes,
+            cast("MappedMemory", memory),  # made by `SharedBlocks.map`
+            memory_offset,
+            on_pulled,
+            after=self._unused,
+        )
 
     def absorb(
         self,

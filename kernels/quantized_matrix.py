@@ -145,11 +145,6 @@ class QuantizedMatrix:
     def num_outputs(self) -> int:
         return self.codes.shape[1]
 
-    @property
-    def num_bytes(self) -> int:
-        tensors = (self.codes, self.scales, self.zeros, self.input_order)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
-
     def unpacked(self, outputs: torch.Tensor | slice = slice(None)) -> QuantizedRows:
         """The rows of `outputs`, all by default."""
         codes = self.codes[:, outputs]

@@ -17,7 +17,12 @@ class SourcePiece(Protocol):
 
     @property
     def payload(self) -> memoryview | None:
-        """Its bytes, readable until `release`; None until they are there."""
+        """Its bytes, readable until `release`; None until they are there, and for a piece that is only named."""
+        ...
+
+    @property
+    def memory_offset(self) -> int | None:
+        """Where a piece that is only named lies in the source's memory; None until it may be copied from there."""
         ...
 
     def release(self) -> None:
@@ -51,6 +56,21 @@ class BlockSource(Protocol):
                 `release`: nothing reads the block for this piece any more, and the payload is there if it is wanted.
         """
         ...
+
+    def locate(self, block_index: int, slab_offset: int, on_read: Callable[[], None]) -> SourcePiece:
+        """Name a piece of a block that is ready, for a sink that has mapped the source's memory.
+
+        Args:
+            on_read: as of `read`, for the `memory_offset`.
+        """
+        ...
+
+
+class PeerMemory(Protocol):
+    """KV memory of a source that was mapped into this process; only a sink can do more with it."""
+
+    @property
+    def size_bytes(self) -> int: ...
 
 
 class SinkPiece(Protocol):
@@ -86,6 +106,22 @@ class BlockSink(Protocol):
         """Where that piece goes, or None, which is so for the whole block, to get it through `absorb`.
 
         Only asked when both block sizes are equal.
+        """
+        ...
+
+    def pull(
+        self,
+        block_index: int,
+        slab_offset: int,
+        size_bytes: int,
+        memory: PeerMemory,
+        memory_offset: int,
+        on_pulled: Callable[[], None],
+    ) -> None:
+        """Copy a piece out of the source's memory, whose size was checked. Only asked when both block sizes are equal.
+
+        Args:
+            on_pulled: called once, maybe at once: it is there, and nothing writes any more for this call.
         """
         ...
 

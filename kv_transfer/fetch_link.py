@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from kv_transfer.blocks import PeerMemory
 from kv_transfer.connection import Connection
 from kv_transfer.handoff_sink import HandoffSink
 from kv_transfer.handshake import SinkHandshake, TransferIdentity
@@ -13,17 +18,29 @@ from kv_transfer.wire import abort_ack_frame, abort_frame, frame_key
 from protos.convert import key_from_proto, key_to_proto
 from protos.kv_transfer_pb2 import Frame, Renew
 from weir.core.deadline import Clock, Deadline
-from weir.core.errors import ConflictError, HopFailedError, TransferProtocolError, WeirError
+from weir.core.errors import ConflictError, HopFailedError, TransferProtocolError, UnavailableError, WeirError
 from weir.core.request import HandoffKey
 
+logger = logging.getLogger(__name__)
+
 RENEWALS_PER_LEASE = 6
+
+MapMemory = Callable[[bytes], Awaitable[PeerMemory]]
+"""Maps the memory that a handle names; raises UnavailableError where that cannot be."""
 
 
 class FetchLink:
     """The handler of one `Connection`, from before it is made until it is lost."""
 
     def __init__(
-        self, address: str, identity: TransferIdentity, config: ReceiverConfig, stats: TransferStats, clock: Clock
+        self,
+        address: str,
+        identity: TransferIdentity,
+        config: ReceiverConfig,
+        stats: TransferStats,
+        clock: Clock,
+        *,
+        map_memory: MapMemory | None = None,
     ) -> None:
         self.connection = Connection(
             self,
@@ -39,11 +56,34 @@ class FetchLink:
         self._receiving: HandoffSink | None = None  # whose payload comes, unless it is discarded
         self._renewals: PeriodicTimer | None = None
         self._failure: HopFailedError | None = None
+        self._identity = identity
+        self._map_memory = map_memory
+        self._memory_handle: bytes | None = None
+        self._has_handle = asyncio.Event()  # or never will
+        self._memory: PeerMemory | None = None
 
     @property
     def failure(self) -> HopFailedError | None:
         """Why the connection was lost, if it is."""
         return self._failure
+
+    async def open(self) -> None:
+        """Until it carries hand-offs: the handshake is done and the source's memory is mapped, if that can be.
+
+        Raises:
+            HopFailedError: see `Connection.wait_ready`.
+        """
+        await self.connection.wait_ready()
+        if self._map_memory is not None and self.connection.peer.shares_memory:
+            await self._has_handle.wait()
+            if self._memory_handle is None:
+                assert self._failure is not None
+                raise self._failure
+            try:
+                self._memory = await self._map_memory(self._memory_handle)
+            except UnavailableError as error:
+                peer = self.connection.peer.worker_id
+                logger.warning("the KV memory of %s cannot be mapped, frames carry its blocks: %s", peer, error.message)
 
     def start(self, handoff: HandoffSink, incarnation: str, deadline: Deadline) -> None:
         """Carry a hand-off: FETCH goes out.
@@ -56,7 +96,8 @@ class FetchLink:
         if self._failure is not None:
             return  # lost since it was asked for: the hand-off stays idle
         self._handoffs[handoff.key] = handoff
-        handoff.start(self.connection, incarnation=incarnation, deadline=deadline)
+        memory = self._memory if self.connection.peer.block_size == self._identity.layout.block_size else None
+        handoff.start(self.connection, incarnation=incarnation, deadline=deadline, memory=memory)
 
     def stop(self, handoff: HandoffSink, reason: WeirError | None) -> None:
         """Carry it no longer: when this returns, no byte goes to its sink any more. `reason` is told to the source."""
@@ -94,6 +135,10 @@ class FetchLink:
             self._receiving.payload_received(frame.blocks, payload)
             return
         body = frame.WhichOneof("body")
+        if body == "memory":
+            self._memory_handle = frame.memory.handle
+            self._has_handle.set()
+            return
         if body == "computing":
             for message in frame.computing.keys:
                 if (waiting := self._handoffs.get(key_from_proto(message))) is not None:
@@ -108,9 +153,14 @@ class FetchLink:
                 if handoff is not None:
                     handoff.lost(frame.abort.reason)
                 connection.send(abort_ack_frame(key, drained=True))
+            case "blocks" if handoff is not None and frame.blocks.HasField("memory_offset"):
+                self._stats.bytes_by_transport["memory"] += frame.blocks.size_bytes
+                handoff.piece_named(frame.blocks)
             case "blocks":
                 pass  # the payload went nowhere: its hand-off is over
-            case "seal" | "handoff_lost" if handoff is None:
+            case "committed" if handoff is not None:
+                handoff.committed()
+            case "seal" | "handoff_lost" | "committed" if handoff is None:
                 self._stats.stale_frames_total += 1
             case "seal" if handoff is not None:
                 handoff.seal(frame.seal)
@@ -123,6 +173,7 @@ class FetchLink:
         """See ConnectionHandler."""
         self._stats.connections_lost_total += 1
         self._failure = failure
+        self._has_handle.set()
         if self._renewals is not None:
             self._renewals.stop()
         handoffs, self._handoffs = self._handoffs, {}

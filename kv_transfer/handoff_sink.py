@@ -1,23 +1,25 @@
 """One hand-off on the decode worker, sans-I/O: where a payload goes, whether it is right, what to answer.
 
-Pieces come in order (block by block, offset by offset); only those that were NACKed come once more. What comes before
-the sink is there, or for a sink with another block size, is assembled slab by slab beside it, within the credit.
-Verified bytes are the sink's to place, which may take a while: their credit goes back, and COMMIT goes out, after that.
-A hand-off outlives its connection: the next one asks for what is not verified yet.
+What comes before the sink is there, or for a sink with another block size, is assembled slab by slab beside it, within
+the credit. Verified bytes are the sink's to place, which may take a while: their credit goes back, and COMMIT goes out,
+after that. A hand-off outlives its connection: the next one asks for what is not verified yet.
+
+In a pulled fetch the pieces are only named, and the sink copies them out of the source's memory. Nothing verifies one
+by one that its block was still the source's; the answer to COMMIT does for all, so none counts as verified before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from xxhash import xxh3_64, xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest
 
-from kv_transfer.blocks import BlockSink, SinkPiece
+from kv_transfer.blocks import BlockSink, PeerMemory, SinkPiece
 from kv_transfer.flow_control import ReceiveWindow
 from kv_transfer.handshake import Peer
+from kv_transfer.piece_order import PieceOrder
 from kv_transfer.transfer_state import Received, Seal, SinkState
 from kv_transfer.wire import failure_from_proto, seal_from_proto
 from protos.common_pb2 import ErrorDetail
@@ -32,6 +34,9 @@ MAX_NACKS = 64
 """Wrong pieces of one hand-off after which its source or the way to it is given up."""
 
 
+_LIVE_STATES = frozenset({SinkState.REQUESTED, SinkState.STAGING, SinkState.RECEIVING, SinkState.CONFIRMING})
+
+
 class SinkLink(Protocol):
     """The connection to the prefill worker."""
 
@@ -39,14 +44,6 @@ class SinkLink(Protocol):
     def peer(self) -> Peer: ...
 
     def send(self, frame: Frame) -> None: ...
-
-
-@dataclass(slots=True)
-class _BadPiece:
-    """A piece that must come again, with the size and the checksum its first header named."""
-
-    size_bytes: int
-    checksum: int
 
 
 class HandoffSink:
@@ -87,20 +84,18 @@ class HandoffSink:
         self._size_bytes = 0
         self._num_nacks = 0
         self._num_placing = 0
+        self._num_verified_blocks = 0  # on earlier connections
         self._received: Received | None = None
         # Of the connection that runs:
         self._link: SinkLink | None = None
+        self._memory: PeerMemory | None = None  # of the source, in a pulled fetch
         self._block_size = 0
         self._window = ReceiveWindow(0)
-        self._sequence_number = 0
-        self._first_block = 0
-        self._next_block = 0
-        self._next_offset = 0
+        self._order = PieceOrder(key, first_block=0, block_size=1, token_bytes=token_bytes)
         self._landing: SinkPiece | None = None  # what the payload that is arriving goes to, if it is the sink's
-        self._bad: dict[tuple[int, int], _BadPiece] = {}  # by block index and slab offset
         self._assembly: dict[int, bytearray] = {}  # slabs that are not (only) received into the sink, by block index
         self._num_tokens: dict[int, int] = {}  # valid tokens of blocks that are not delivered yet
-        self._digest = xxh3_64()
+        self._named: list[Blocks] = []  # pieces that are not pulled yet
         self._seal: Seal | None = None
         self._seal_came_s = 0.0
         self._sealed_for_s = 0.0
@@ -112,7 +107,7 @@ class HandoffSink:
     @property
     def is_live(self) -> bool:
         """A connection carries it and more may come."""
-        return self._state in (SinkState.REQUESTED, SinkState.STAGING, SinkState.RECEIVING)
+        return self._state in _LIVE_STATES
 
     @property
     def failure(self) -> HopFailedError | None:
@@ -142,9 +137,8 @@ class HandoffSink:
     @property
     def num_verified_blocks(self) -> int:
         """Leading blocks that are in the sink for good; a new connection goes on behind them."""
-        if self._sink is None:  # what is staged is lost with its connection
-            return 0
-        return min((block for block, _ in self._bad), default=self._next_block)
+        is_counted = self.is_live and self._sink is not None and self._memory is None
+        return self._order.num_right_blocks if is_counted else self._num_verified_blocks
 
     @property
     def num_nacks(self) -> int:
@@ -157,17 +151,18 @@ class HandoffSink:
 
     # The connection comes and goes
 
-    def start(self, link: SinkLink, *, incarnation: str, deadline: Deadline) -> None:
-        """Send FETCH for everything that is not verified."""
+    def start(self, link: SinkLink, *, incarnation: str, deadline: Deadline, memory: PeerMemory | None = None) -> None:
+        """Send FETCH for everything that is not verified; `memory` of the source makes it a pulled one."""
         assert self._state is SinkState.IDLE
         self._block_size = link.peer.block_size
-        self._next_block = max(self._next_block, self._skip_tokens // self._block_size)
-        self._next_offset = 0
-        self._first_block = self._next_block
+        first_block = max(self._num_verified_blocks, self._skip_tokens // self._block_size)
+        self._order = PieceOrder(
+            self.key, first_block=first_block, block_size=self._block_size, token_bytes=self._token_bytes
+        )
         self._num_tokens.clear()
+        self._named.clear()
+        self._memory = memory
         self._seal = None
-        self._sequence_number = 0
-        self._digest = xxh3_64()
         credit_bytes = self._initial_credit_bytes if self._sink is None else self._window_bytes
         self._window = ReceiveWindow(credit_bytes)
         self._link = link
@@ -177,9 +172,10 @@ class HandoffSink:
             key=self._key_message,
             incarnation=incarnation,
             adapter=self._adapter,
-            skip_tokens=max(self._skip_tokens, self._next_block * self._block_size),
+            skip_tokens=max(self._skip_tokens, first_block * self._block_size),
             credit_bytes=credit_bytes,
             remaining_ms=deadline.remaining_ms(self._clock),
+            is_pulled=memory is not None,
         )
         link.send(Frame(fetch=fetch))
 
@@ -191,9 +187,8 @@ class HandoffSink:
             self._landing = None
         if not self.is_live:
             return
+        self._num_verified_blocks = self.num_verified_blocks
         self._state = SinkState.IDLE
-        self._next_block = self.num_verified_blocks
-        self._bad.clear()
         self._assembly.clear()
         self._on_news()
 
@@ -207,6 +202,7 @@ class HandoffSink:
         self._window.open(self._window_bytes)
         for block_index in sorted(self._num_tokens):
             self._deliver_if_complete(block_index, 0)
+        self._pull_named()
         self._send_credit()
         self._commit_if_complete()
 
@@ -220,29 +216,39 @@ class HandoffSink:
         """
         if not self.is_live:
             return None
+        if self._memory is not None:
+            raise self._violation("a payload in a pulled fetch")
+        self._begin_piece(blocks, size_bytes)
+        if blocks.HasField("checksum") != (self._link is not None and self._link.peer.uses_checksums):
+            raise self._violation("a checksum is missing, or there where none was agreed")
+        return self._land(blocks.block_index, blocks.slab_offset, size_bytes)
+
+    def piece_named(self, blocks: Blocks) -> None:
+        """A piece that is to be pulled.
+
+        Raises:
+            TransferProtocolError: not one that comes next, or none of the memory that was mapped.
+        """
+        if not self.is_live:
+            return
+        end = blocks.memory_offset + blocks.size_bytes
+        if self._memory is None or not blocks.size_bytes or end > self._memory.size_bytes:
+            raise self._violation(f"{blocks.size_bytes} bytes at {blocks.memory_offset} of memory that is not mapped")
+        self._begin_piece(blocks, blocks.size_bytes)
+        self._order.end(blocks, blocks.size_bytes)
+        self._named.append(blocks)
+        if self._sink is not None:
+            self._pull_named()
+            self._send_credit()
+
+    def _begin_piece(self, blocks: Blocks, size_bytes: int) -> None:
         self._last_progress_s = self._clock()
         self._window.receive(size_bytes)
         self._size_bytes += size_bytes
-        if blocks.sequence_number != self._sequence_number:
-            raise self._violation(f"frame {blocks.sequence_number} instead of {self._sequence_number}")
-        self._sequence_number += 1
-        block_index, offset = blocks.block_index, blocks.slab_offset
-        block_bytes = self._token_bytes * self._block_size
-        if bad := self._bad.get((block_index, offset)):
-            if (size_bytes, blocks.checksum) != (bad.size_bytes, bad.checksum):
-                raise self._violation(f"block {block_index} at {offset} came again as another")
-        elif (block_index, offset) != (self._next_block, self._next_offset) or self._seal is not None:
-            raise self._violation(
-                f"block {block_index} at {offset} instead of {self._next_block} at {self._next_offset}"
-            )
-        if offset + size_bytes > block_bytes or not 0 < blocks.num_tokens <= self._block_size:
-            raise self._violation(f"{blocks.num_tokens} tokens, {size_bytes} bytes at {offset} in {block_bytes}")
-        if blocks.HasField("checksum") != (self._link is not None and self._link.peer.uses_checksums):
-            raise self._violation("a checksum is missing, or there where none was agreed")
+        self._order.begin(blocks, size_bytes)
         if self._state is SinkState.REQUESTED:
             self._state = SinkState.STAGING
             self._on_news()
-        return self._land(block_index, offset, size_bytes)
 
     def payload_received(self, blocks: Blocks, payload: memoryview) -> None:
         """The payload lies where `payload_target` said.
@@ -253,18 +259,9 @@ class HandoffSink:
         if not self.is_live:
             return
         self._last_progress_s = self._clock()
-        piece = (blocks.block_index, blocks.slab_offset)
-        is_again = self._bad.pop(piece, None) is not None
-        if not is_again:
+        is_right = not blocks.HasField("checksum") or xxh3_64_intdigest(payload) == blocks.checksum
+        if self._order.end(blocks, payload.nbytes, is_right=is_right):
             self._num_tokens[blocks.block_index] = blocks.num_tokens
-            self._next_offset += payload.nbytes
-            if self._next_offset == self._token_bytes * self._block_size:
-                self._next_block, self._next_offset = self._next_block + 1, 0
-        is_right = True
-        if blocks.HasField("checksum"):
-            if not is_again:
-                self._digest.update(blocks.checksum.to_bytes(8, "little"))
-            is_right = xxh3_64_intdigest(payload) == blocks.checksum
         landing, self._landing = self._landing, None
         is_given = False  # to the sink, which says when the credit is free
         if not is_right:
@@ -292,22 +289,21 @@ class HandoffSink:
         if not self.is_live:
             return
         self._last_progress_s = self._seal_came_s = self._clock()
-        num_blocks = -(-message.num_tokens // self._block_size)
-        if (
-            self._seal is not None
-            or self._next_offset
-            or (message.first_block, message.num_blocks) != (self._first_block, self._next_block)
-            or message.num_blocks != num_blocks
-            or message.num_tokens < self._skip_tokens
-            or message.digest != self._digest.intdigest()
-        ):
-            raise self._violation("the seal does not fit the blocks that came")
+        if message.num_tokens < self._skip_tokens:
+            raise self._violation(f"{message.num_tokens} tokens are sealed, {self._skip_tokens} are here")
+        self._order.seal(message)
         self._seal = seal_from_proto(message)
         self._sealed_for_s = message.age_us / 1e6
         if self._state is SinkState.REQUESTED:
             self._state = SinkState.STAGING
             self._on_news()
         self._commit_if_complete()
+
+    def committed(self) -> None:
+        """COMMITTED: what was pulled was the source's until all of it was here."""
+        if self._state is SinkState.CONFIRMING:
+            self._state = SinkState.COMMITTED
+            self._on_news()
 
     def still_computing(self) -> None:
         """COMPUTING: nothing is owed, so that nothing comes is no silence."""
@@ -339,7 +335,6 @@ class HandoffSink:
         self._num_nacks += 1
         if self._num_nacks > MAX_NACKS:
             raise self._violation(f"{self._num_nacks} pieces were wrong")
-        self._bad[blocks.block_index, blocks.slab_offset] = _BadPiece(size_bytes, blocks.checksum)
         piece = Piece(block_index=blocks.block_index, slab_offset=blocks.slab_offset, size_bytes=size_bytes)
         self._send(Frame(nack=Nack(key=self._key_message, pieces=[piece])))
 
@@ -349,7 +344,7 @@ class HandoffSink:
         Args:
             credit_bytes: what of it is not given back before the sink has absorbed it.
         """
-        if block_index >= self._next_block or any(block == block_index for block, _ in self._bad):
+        if not self._order.is_right(block_index):
             return False
         num_tokens = self._num_tokens.pop(block_index)
         slab = self._assembly.pop(block_index, None)
@@ -362,6 +357,17 @@ class HandoffSink:
         on_absorbed = partial(self._placed, self._window, credit_bytes)
         self._sink.absorb(first_token, end_token - first_token, memoryview(slab), self._block_size, on_absorbed)
         return True
+
+    def _pull_named(self) -> None:
+        assert self._sink is not None
+        named, self._named = self._named, []
+        for piece in named:
+            assert self._memory is not None
+            self._num_placing += 1
+            on_pulled = partial(self._placed, self._window, piece.size_bytes)
+            self._sink.pull(
+                piece.block_index, piece.slab_offset, piece.size_bytes, self._memory, piece.memory_offset, on_pulled
+            )
 
     def _placed(self, window: ReceiveWindow, credit_bytes: int) -> None:
         """The sink has done with a piece or a block, which maybe came on an earlier connection."""
@@ -390,8 +396,11 @@ class HandoffSink:
             transfer_s=now_s - self._started_s,
             exposed_s=self._sealed_for_s + now_s - self._seal_came_s,
         )
-        self._state = SinkState.COMMITTED
         self._send(Frame(commit=Commit(key=self._key_message)))
+        if self._memory is not None:
+            self._state = SinkState.CONFIRMING
+            return
+        self._state = SinkState.COMMITTED
         self._on_news()
 
     def _send(self, frame: Frame) -> None:

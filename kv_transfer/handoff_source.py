@@ -21,7 +21,7 @@ from kv_transfer.producer import OutgoingFrame, Producer
 from kv_transfer.transfer_state import EndReason, Seal, SourceState
 from kv_transfer.wire import abort_ack_frame, abort_frame, handoff_lost_frame, seal_frame
 from protos.convert import key_to_proto
-from protos.kv_transfer_pb2 import Blocks, Fetch, Frame, Piece
+from protos.kv_transfer_pb2 import Blocks, Committed, Fetch, Frame, Piece
 from weir.core.deadline import Clock
 from weir.core.errors import HandoffLostError, TransferProtocolError, WeirError
 from weir.core.request import HandoffKey
@@ -112,6 +112,7 @@ class HandoffSource:
         self._sequence_number = 0
         self._digest = xxh3_64()
         self._is_seal_sent = False
+        self._is_pulled = False
 
     @property
     def state(self) -> SourceState:
@@ -181,6 +182,7 @@ class HandoffSource:
         self._sequence_number = 0
         self._digest = xxh3_64()
         self._is_seal_sent = False
+        self._is_pulled = fetch.is_pulled
         self._state = SourceState.STREAMING
         if self.is_sealed and self._next_block > self._num_ready_blocks:
             self._refuse_fetch(f"{self._next_block} blocks are skipped of {self._num_ready_blocks}")
@@ -225,6 +227,8 @@ class HandoffSource:
             return False
         if not self._is_seal_sent or self._resends or self._readings:
             raise TransferProtocolError(f"{self.key} is committed before its seal", hop="transfer")
+        if self._is_pulled:
+            link.send(Frame(committed=Committed(key=self._key_message)))
         self.end(EndReason.COMMITTED)
         return True
 
@@ -291,8 +295,7 @@ class HandoffSource:
         while self._read_next():
             pass
         if self._readings:
-            is_read = self._readings[0].piece.payload is not None
-            return self._take_reading() if is_read else None
+            return self._take_reading() if self._is_there(self._readings[0].piece) else None
         if self._seal is None or self._resends or self._next_block < self._num_ready_blocks:
             return None
         self._state = SourceState.SENT
@@ -331,13 +334,19 @@ class HandoffSource:
             self._next_block, self._next_offset = block_index + 1, 0
         else:
             self._next_offset += size_bytes
-        piece = self._source.read(block_index, offset, size_bytes, self._read_ended)
-        if piece.payload is None:
+        if self._is_pulled:
+            piece = self._source.locate(block_index, offset, self._read_ended)
+        else:
+            piece = self._source.read(block_index, offset, size_bytes, self._read_ended)
+        if not self._is_there(piece):
             self._num_reads += 1
         self._readings.append(
             _Reading(block_index=block_index, slab_offset=offset, size_bytes=size_bytes, is_first=is_first, piece=piece)
         )
         return True
+
+    def _is_there(self, piece: SourcePiece) -> bool:
+        return (piece.memory_offset if self._is_pulled else piece.payload) is not None
 
     def _read_ended(self) -> None:
         self._num_reads -= 1
@@ -347,9 +356,7 @@ class HandoffSource:
     def _take_reading(self) -> OutgoingFrame:
         """The frame of the piece that was read first."""
         reading = self._readings.popleft()
-        payload = reading.piece.payload
         assert self._link is not None
-        assert payload is not None
         self._read_ahead_bytes -= reading.size_bytes
         num_tokens = self._source.block_size
         if self._seal is not None:
@@ -362,7 +369,11 @@ class HandoffSource:
             num_tokens=num_tokens,
         )
         self._sequence_number += 1
-        if self._link.peer.uses_checksums:
+        payload = reading.piece.payload
+        if payload is None:
+            assert reading.piece.memory_offset is not None
+            blocks.memory_offset, blocks.size_bytes = reading.piece.memory_offset, reading.size_bytes
+        elif self._link.peer.uses_checksums:
             blocks.checksum = xxh3_64_intdigest(payload)
             if reading.is_first:
                 self._digest.update(blocks.checksum.to_bytes(8, "little"))

@@ -55,6 +55,7 @@ class TransferIdentity:
 
     Attributes:
         secret: shared by all workers of a cluster. An empty one proves nothing: for a closed network only.
+        memory_domain: workers of the same one can map each other's KV memory; empty where nobody can.
         tp_size, tp_rank: tensor parallelism; sizes other than 1 are refused by name until they exist.
     """
 
@@ -63,6 +64,7 @@ class TransferIdentity:
     layout: KvLayout
     fingerprint: LayoutFingerprint
     secret: bytes = field(repr=False)
+    memory_domain: str = ""
     tp_size: int = 1
     tp_rank: int = 0
 
@@ -74,6 +76,7 @@ class Peer:
     Attributes:
         uses_checksums: at least one side wants them.
         lease_s: how long the source keeps an unrenewed hold; 0 on the source's own side.
+        shares_memory: the sink may map the source's KV memory; its handle comes next.
     """
 
     worker_id: WorkerId
@@ -82,6 +85,7 @@ class Peer:
     protocol_version: int
     uses_checksums: bool
     lease_s: float
+    shares_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +129,7 @@ class _Handshake:
             incarnation=identity.incarnation,
             nonce=self._nonce,
             wants_checksums=wants_checksums,
+            memory_domain=identity.memory_domain,
         )
 
     def _check(self, theirs: Hello) -> int:
@@ -171,6 +176,7 @@ class _Handshake:
             protocol_version=version,
             uses_checksums=hello.wants_checksums or self._hello.wants_checksums,
             lease_s=lease_ms / 1000,
+            shares_memory=bool(hello.memory_domain) and hello.memory_domain == self._hello.memory_domain,
         )
 
 

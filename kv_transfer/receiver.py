@@ -15,7 +15,7 @@ from typing import Self
 
 from kv_transfer.blocks import BlockSink
 from kv_transfer.connection import Connection
-from kv_transfer.fetch_link import FetchLink
+from kv_transfer.fetch_link import FetchLink, MapMemory
 from kv_transfer.handoff_sink import HandoffSink
 from kv_transfer.handshake import TransferIdentity
 from kv_transfer.settings import ReceiverConfig
@@ -87,7 +87,7 @@ class _PooledLink:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._transport.connect(self._address, lambda: link.connection)
-                await link.connection.wait_ready()
+                await link.open()
             is_ready = True
             return link
         except (OSError, TimeoutError) as exc:
@@ -99,19 +99,25 @@ class _PooledLink:
 
 
 class TransferClient:
-    """Fetches hand-offs for one decode worker; an async context manager, to be left when no fetch runs."""
+    """Fetches hand-offs for one decode worker; an async context manager, to be left when no fetch runs.
+
+    Args:
+        map_memory: maps the KV memory of prefill workers of the same memory domain.
+    """
 
     def __init__(
         self,
         identity: TransferIdentity,
         config: ReceiverConfig | None = None,
         *,
+        map_memory: MapMemory | None = None,
         transport: Transport | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self.stats = TransferStats()
         self._identity = identity
         self._config = config or ReceiverConfig()
+        self._map_memory = map_memory
         self._transport = transport or SocketTransport()
         self._clock = clock
         self._pool: dict[str, _PooledLink] = {}
@@ -226,7 +232,7 @@ class TransferClient:
             self._pool.pop(address, None)
 
     def _make_link(self, address: str) -> FetchLink:
-        return FetchLink(address, self._identity, self._config, self.stats, self._clock)
+        return FetchLink(address, self._identity, self._config, self.stats, self._clock, map_memory=self._map_memory)
 
 
 async def _until_placed(handoff: HandoffSink, news: asyncio.Event) -> None:

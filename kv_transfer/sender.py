@@ -21,6 +21,7 @@ from kv_transfer.ended_handoffs import EndedHandoffs
 from kv_transfer.handoff_source import HandoffSource, SourceLink
 from kv_transfer.handshake import SourceHandshake, TransferIdentity
 from kv_transfer.lease import LeaseTable
+from kv_transfer.offer import Offer
 from kv_transfer.parked_fetches import ParkedFetch, ParkedFetches
 from kv_transfer.settings import SenderConfig
 from kv_transfer.stats import TransferStats
@@ -31,7 +32,7 @@ from kv_transfer.transport import Listener, Transport, scheme_of
 from kv_transfer.wire import abort_ack_frame, abort_frame, frame_key, handoff_lost_frame
 from protos.common_pb2 import HandoffKey as HandoffKeyMessage
 from protos.convert import key_from_proto, key_to_proto
-from protos.kv_transfer_pb2 import Computing, Fetch, Frame
+from protos.kv_transfer_pb2 import Computing, Fetch, Frame, Memory
 from weir.core.deadline import Clock, Deadline
 from weir.core.errors import (
     ConflictError,
@@ -39,6 +40,7 @@ from weir.core.errors import (
     HandoffLostError,
     HopFailedError,
     TransferProtocolError,
+    UnavailableError,
     WeirError,
     WorkerLostError,
     WrongIncarnationError,
@@ -51,40 +53,12 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 5.0  # for reads of blocks that were begun; a device that takes longer is dead
 
 
-class Offer:
-    """The prefill service's handle of one hand-off. Every method may be called at any time, also after the end."""
-
-    def __init__(self, server: TransferServer, source: HandoffSource) -> None:
-        self._server = server
-        self._source = source
-
-    @property
-    def key(self) -> HandoffKey:
-        return self._source.key
-
-    @property
-    def is_held(self) -> bool:
-        """Somebody may still fetch or commit it."""
-        return self._source.is_held
-
-    def extend(self, num_ready_blocks: int) -> None:
-        """So many full blocks, from the sequence's first, are computed and will not change any more."""
-        self._source.extend(num_ready_blocks)
-
-    def seal(self, seal: Seal) -> None:
-        """Everything is computed, the last block too. The lease clock starts now."""
-        self._server.seal(self._source, seal)
-
-    def fail(self, error: WeirError) -> None:
-        """It will never be complete; ends the hold, and the decode worker's fetch with a HopFailedError."""
-        self._source.fail(error)
-
-
 class TransferServer:
     """Serves hand-offs of one prefill worker; an async context manager that listens while it is entered.
 
     Args:
         listen: addresses, `tcp://host:port` (port 0 takes a free one) or `unix:///path`.
+        export_memory: makes a handle with which one decode worker of the same memory domain maps the KV memory here.
     """
 
     def __init__(
@@ -93,11 +67,13 @@ class TransferServer:
         listen: Sequence[str],
         config: SenderConfig | None = None,
         *,
+        export_memory: Callable[[], bytes] | None = None,
         transport: Transport | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self.stats = TransferStats()
         self._identity = identity
+        self._export_memory = export_memory
         self._listen = tuple(listen)
         self._config = config or SenderConfig()
         self._transport = transport or SocketTransport()
@@ -259,6 +235,17 @@ class TransferServer:
 
     def connection_ready(self, connection: Connection) -> None:
         """See ConnectionHandler."""
+        if connection.peer.shares_memory:
+            connection.send(Frame(memory=Memory(handle=self._make_handle())))
+
+    def _make_handle(self) -> bytes:
+        """A handle of the memory, or an empty one, which maps nothing."""
+        assert self._export_memory is not None, "a memory domain without memory"
+        try:
+            return self._export_memory()
+        except UnavailableError as error:
+            logger.warning("the KV memory cannot be exported, frames carry its blocks: %s", error.message)
+            return b""
 
     def payload_target(self, connection: Connection, frame: Frame, size_bytes: int) -> memoryview | None:
         """A decode worker sends no payload that this version knows."""

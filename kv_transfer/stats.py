@@ -11,7 +11,8 @@ class TransferStats:
     """All of them only grow.
 
     Attributes:
-        bytes_by_transport: payload bytes sent or received, by `tcp` or `unix`.
+        bytes_by_transport: payload bytes sent or received, by `tcp` or `unix`; `memory` are those that a decode worker
+            copied from the prefill worker's memory, counted there only.
         handoffs_total: hand-offs committed.
         failures_by_reason: fetches that failed, by error code; holds that ended otherwise than by COMMIT, by reason.
         stale_frames_total: frames dropped since they named no live hand-off, or one of another epoch.

@@ -34,6 +34,8 @@ class SinkState(Enum):
     """Blocks came before the sink was there; they wait, within the first credit."""
     RECEIVING = "receiving"
     """Blocks go to the sink."""
+    CONFIRMING = "confirming"
+    """All that was pulled is in place and COMMIT is sent; COMMITTED says whether it was the source's until then."""
     COMMITTED = "committed"
     """All is verified and in place, COMMIT is sent."""
     FAILED = "failed"

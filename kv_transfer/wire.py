@@ -18,7 +18,7 @@ from weir.core.errors import HandoffLostError, HopFailedError, InvalidRequestErr
 from weir.core.kv_layout import LayoutFingerprint
 from weir.core.request import HandoffKey
 
-_BODIES_WITHOUT_KEY = frozenset({"hello", "hello_ok", "hello_no", "ping", "renew", "computing"})
+_BODIES_WITHOUT_KEY = frozenset({"hello", "hello_ok", "hello_no", "ping", "renew", "computing", "memory"})
 
 
 def frame_key(frame: Frame) -> HandoffKey | None:

@@ -25,7 +25,10 @@ async def serve(context: ServiceContext) -> None:
     async with (
         open_parts(config, Role.PREFILL) as parts,
         TransferServer(
-            parts.transfer_identity, [config.transfer_address], SenderConfig(lease_s=config.lease_s)
+            parts.transfer_identity,
+            [config.transfer_address],
+            SenderConfig(lease_s=config.lease_s),
+            export_memory=parts.engine.shared.export if parts.engine.shared is not None else None,
         ) as transfer,
     ):
         worker = PrefillWorker(

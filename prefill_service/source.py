@@ -19,6 +19,7 @@ class EngineBlockSource:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._blocks = engine.blocks
+        self._shared = engine.shared
         self._block_ids: tuple[int, ...] = ()
         self._progress: list[PrefillProgress] = []
         self.block_size = engine.layout.block_size
@@ -33,7 +34,17 @@ class EngineBlockSource:
 
     def read(self, block_index: int, slab_offset: int, size_bytes: int, on_read: Callable[[], None]) -> BlockRead:
         """A piece of the prompt's block at `block_index`, as soon as the step that wrote its last token is over."""
+        after = self._step_of(block_index).written
+        return self._blocks.read(self._block_ids[block_index], slab_offset, size_bytes, on_read, after=after)
+
+    def locate(self, block_index: int, slab_offset: int, on_read: Callable[[], None]) -> BlockRead:
+        """Name such a piece to a worker that has mapped the engine's memory."""
+        assert self._shared is not None, "memory that was never exported"
+        after = self._step_of(block_index).written
+        return self._shared.locate(self._block_ids[block_index], slab_offset, on_read, after=after)
+
+    def _step_of(self, block_index: int) -> PrefillProgress:
+        """The first progress with the whole block in it."""
         end = min((block_index + 1) * self.block_size, self._progress[-1].num_computed_tokens)
         step = bisect_left(self._progress, end, key=lambda progress: progress.num_computed_tokens)
-        after = self._progress[step].written
-        return self._blocks.read(self._block_ids[block_index], slab_offset, size_bytes, on_read, after=after)
+        return self._progress[step]

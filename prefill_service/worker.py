@@ -36,7 +36,8 @@ from weir.engine.sequence import PrefillChoice
 from weir.runtime.tracing import tracer
 
 if TYPE_CHECKING:
-    from kv_transfer.sender import Offer, TransferServer
+    from kv_transfer.offer import Offer
+    from kv_transfer.sender import TransferServer
     from weir.cluster.block_ownership import OwnershipRecorder
     from weir.engine.async_engine import AsyncEngine, PrefillProgress
 

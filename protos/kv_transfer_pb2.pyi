@@ -69,6 +69,8 @@ class Frame(_message.Message):
     ABORT_ACK_FIELD_NUMBER: _builtins.int
     HANDOFF_LOST_FIELD_NUMBER: _builtins.int
     COMPUTING_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    COMMITTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -99,6 +101,10 @@ class Frame(_message.Message):
     def handoff_lost(self) -> Global___HandoffLost: ...
     @_builtins.property
     def computing(self) -> Global___Computing: ...
+    @_builtins.property
+    def memory(self) -> Global___Memory: ...
+    @_builtins.property
+    def committed(self) -> Global___Committed: ...
     def __init__(
         self,
         *,
@@ -117,12 +123,14 @@ class Frame(_message.Message):
         abort_ack: Global___AbortAck | None = ...,
         handoff_lost: Global___HandoffLost | None = ...,
         computing: Global___Computing | None = ...,
+        memory: Global___Memory | None = ...,
+        committed: Global___Committed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_ack", b"abort_ack", "blocks", b"blocks", "body", b"body", "commit", b"commit", "computing", b"computing", "credit", b"credit", "fetch", b"fetch", "handoff_lost", b"handoff_lost", "hello", b"hello", "hello_no", b"hello_no", "hello_ok", b"hello_ok", "nack", b"nack", "ping", b"ping", "renew", b"renew", "seal", b"seal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_ack", b"abort_ack", "blocks", b"blocks", "body", b"body", "commit", b"commit", "committed", b"committed", "computing", b"computing", "credit", b"credit", "fetch", b"fetch", "handoff_lost", b"handoff_lost", "hello", b"hello", "hello_no", b"hello_no", "hello_ok", b"hello_ok", "memory", b"memory", "nack", b"nack", "ping", b"ping", "renew", b"renew", "seal", b"seal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_ack", b"abort_ack", "blocks", b"blocks", "body", b"body", "commit", b"commit", "computing", b"computing", "credit", b"credit", "fetch", b"fetch", "handoff_lost", b"handoff_lost", "hello", b"hello", "hello_no", b"hello_no", "hello_ok", b"hello_ok", "nack", b"nack", "ping", b"ping", "renew", b"renew", "seal", b"seal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_ack", b"abort_ack", "blocks", b"blocks", "body", b"body", "commit", b"commit", "committed", b"committed", "computing", b"computing", "credit", b"credit", "fetch", b"fetch", "handoff_lost", b"handoff_lost", "hello", b"hello", "hello_no", b"hello_no", "hello_ok", b"hello_ok", "memory", b"memory", "nack", b"nack", "ping", b"ping", "renew", b"renew", "seal", b"seal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "hello_ok", "hello_no", "ping", "fetch", "blocks", "credit", "seal", "commit", "nack", "renew", "abort", "abort_ack", "handoff_lost", "computing"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "hello_ok", "hello_no", "ping", "fetch", "blocks", "credit", "seal", "commit", "nack", "renew", "abort", "abort_ack", "handoff_lost", "computing", "memory", "committed"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -177,6 +185,7 @@ class Hello(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     NONCE_FIELD_NUMBER: _builtins.int
     WANTS_CHECKSUMS_FIELD_NUMBER: _builtins.int
+    MEMORY_DOMAIN_FIELD_NUMBER: _builtins.int
     protocol_min: _builtins.int
     protocol_max: _builtins.int
     block_size: _builtins.int
@@ -188,6 +197,8 @@ class Hello(_message.Message):
     nonce: _builtins.bytes
     wants_checksums: _builtins.bool
     """one side that wants them is enough"""
+    memory_domain: _builtins.str
+    """workers of one domain can map each other's KV memory; empty: of none"""
     @_builtins.property
     def fingerprint(self) -> Global___Fingerprint: ...
     def __init__(
@@ -203,10 +214,11 @@ class Hello(_message.Message):
         incarnation: _builtins.str = ...,
         nonce: _builtins.bytes = ...,
         wants_checksums: _builtins.bool = ...,
+        memory_domain: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "nonce", b"nonce", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "tp_rank", b"tp_rank", "tp_size", b"tp_size", "wants_checksums", b"wants_checksums", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "memory_domain", b"memory_domain", "nonce", b"nonce", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "tp_rank", b"tp_rank", "tp_size", b"tp_size", "wants_checksums", b"wants_checksums", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -276,6 +288,28 @@ class HelloNo(_message.Message):
 Global___HelloNo: _TypeAlias = HelloNo  # noqa: Y015
 
 @_typing.final
+class Memory(_message.Message):
+    """From the source, once, right after the handshake, where both sides named the same memory domain."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    handle: _builtins.bytes
+    """how to map its KV memory; means something only in that domain"""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Memory: _TypeAlias = Memory  # noqa: Y015
+
+@_typing.final
 class Ping(_message.Message):
     """Sent when nothing else was for a while; says only that the sender lives."""
 
@@ -302,6 +336,7 @@ class Fetch(_message.Message):
     SKIP_TOKENS_FIELD_NUMBER: _builtins.int
     CREDIT_BYTES_FIELD_NUMBER: _builtins.int
     REMAINING_MS_FIELD_NUMBER: _builtins.int
+    IS_PULLED_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
     """of the source that is meant"""
     adapter: _builtins.str
@@ -310,6 +345,8 @@ class Fetch(_message.Message):
     credit_bytes: _builtins.int
     remaining_ms: _builtins.int
     """0: no deadline"""
+    is_pulled: _builtins.bool
+    """the sink has mapped the source's memory and copies from there itself"""
     @_builtins.property
     def key(self) -> _common_pb2.HandoffKey: ...
     def __init__(
@@ -321,10 +358,11 @@ class Fetch(_message.Message):
         skip_tokens: _builtins.int = ...,
         credit_bytes: _builtins.int = ...,
         remaining_ms: _builtins.int = ...,
+        is_pulled: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "credit_bytes", b"credit_bytes", "incarnation", b"incarnation", "key", b"key", "remaining_ms", b"remaining_ms", "skip_tokens", b"skip_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "credit_bytes", b"credit_bytes", "incarnation", b"incarnation", "is_pulled", b"is_pulled", "key", b"key", "remaining_ms", b"remaining_ms", "skip_tokens", b"skip_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -332,7 +370,9 @@ Global___Fetch: _TypeAlias = Fetch  # noqa: Y015
 
 @_typing.final
 class Blocks(_message.Message):
-    """One contiguous piece of one block's slab; the payload follows."""
+    """One contiguous piece of one block's slab; the payload follows, but in a pulled fetch, where the piece is only named:
+    it stays as it is until the hold ends, and a sink that was sent COMMITTED knows that it did while it copied.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -342,6 +382,8 @@ class Blocks(_message.Message):
     SLAB_OFFSET_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
+    MEMORY_OFFSET_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
     sequence_number: _builtins.int
     """from 0 in each fetch, without a gap"""
     block_index: _builtins.int
@@ -351,7 +393,11 @@ class Blocks(_message.Message):
     num_tokens: _builtins.int
     """valid ones in the whole block"""
     checksum: _builtins.int
-    """xxh3_64 of the payload"""
+    """xxh3_64 of the payload; of a piece that is only named there is none"""
+    memory_offset: _builtins.int
+    """where such a piece lies in the source's memory, in bytes"""
+    size_bytes: _builtins.int
+    """of such a piece"""
     @_builtins.property
     def key(self) -> _common_pb2.HandoffKey: ...
     def __init__(
@@ -363,14 +409,21 @@ class Blocks(_message.Message):
         slab_offset: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         checksum: _builtins.int | None = ...,
+        memory_offset: _builtins.int | None = ...,
+        size_bytes: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_checksum", b"_checksum", "checksum", b"checksum", "key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_checksum", b"_checksum", "_memory_offset", b"_memory_offset", "checksum", b"checksum", "key", b"key", "memory_offset", b"memory_offset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checksum", b"_checksum", "block_index", b"block_index", "checksum", b"checksum", "key", b"key", "num_tokens", b"num_tokens", "sequence_number", b"sequence_number", "slab_offset", b"slab_offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checksum", b"_checksum", "_memory_offset", b"_memory_offset", "block_index", b"block_index", "checksum", b"checksum", "key", b"key", "memory_offset", b"memory_offset", "num_tokens", b"num_tokens", "sequence_number", b"sequence_number", "size_bytes", b"size_bytes", "slab_offset", b"slab_offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checksum: _TypeAlias = _typing.Literal["checksum"]  # noqa: Y015
     _WhichOneofArgType__checksum: _TypeAlias = _typing.Literal["_checksum", b"_checksum"]  # noqa: Y015
+    _WhichOneofReturnType__memory_offset: _TypeAlias = _typing.Literal["memory_offset"]  # noqa: Y015
+    _WhichOneofArgType__memory_offset: _TypeAlias = _typing.Literal["_memory_offset", b"_memory_offset"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__checksum) -> _WhichOneofReturnType__checksum | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_offset) -> _WhichOneofReturnType__memory_offset | None: ...
 
 Global___Blocks: _TypeAlias = Blocks  # noqa: Y015
 
@@ -463,6 +516,28 @@ class Commit(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Commit: _TypeAlias = Commit  # noqa: Y015
+
+@_typing.final
+class Committed(_message.Message):
+    """The answer to the COMMIT of a pulled fetch: the hold had not ended before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def key(self) -> _common_pb2.HandoffKey: ...
+    def __init__(
+        self,
+        *,
+        key: _common_pb2.HandoffKey | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Committed: _TypeAlias = Committed  # noqa: Y015
 
 @_typing.final
 class Piece(_message.Message):

@@ -54,25 +54,32 @@ PIECE = 1024
 
 
 @triton.jit
-def _of_slice(values_ptr, start, outputs, is_output, num_outputs, num_groups, GROUP: tl.constexpr):
-    """What the group of the inputs from `start` on has for each of `outputs`; the last group's beyond the last."""
+def _of_slice(value_ptrs, start, is_output, num_outputs, num_groups, GROUP: tl.constexpr):
+    """What the group of the inputs from `start` on has for each output; the last group's beyond the last."""
     group = tl.minimum(start // GROUP, num_groups - 1) if GROUP > 0 else 0
-    return tl.load(values_ptr + group * num_outputs + outputs, mask=is_output, other=0.0)
+    return tl.load(value_ptrs + group * num_outputs, mask=is_output, other=0.0)
 
 
 @triton.jit
 def _of_slices(
-    values_ptr, start, outputs, is_output, num_outputs, num_groups, GROUP: tl.constexpr, SLICE: tl.constexpr
+    value_ptrs,
+    start,
+    is_output,
+    num_outputs,
+    num_groups,
+    GROUP: tl.constexpr,
+    RUN: tl.constexpr,
+    STEP: tl.constexpr,
 ):
-    """The same of four slices; of one that is in the group of the one before, nothing is read."""
-    first = _of_slice(values_ptr, start, outputs, is_output, num_outputs, num_groups, GROUP)
-    if GROUP % (4 * SLICE) == 0:
+    """The same for each of four slices of a step; those of one run of inputs are in one group."""
+    first = _of_slice(value_ptrs, start, is_output, num_outputs, num_groups, GROUP)
+    if RUN == STEP:
         return first, first, first, first
-    third = _of_slice(values_ptr, start + 2 * SLICE, outputs, is_output, num_outputs, num_groups, GROUP)
-    if GROUP % (2 * SLICE) == 0:
+    third = _of_slice(value_ptrs, start + STEP // 2, is_output, num_outputs, num_groups, GROUP)
+    if RUN == STEP // 2:
         return first, first, third, third
-    second = _of_slice(values_ptr, start + SLICE, outputs, is_output, num_outputs, num_groups, GROUP)
-    fourth = _of_slice(values_ptr, start + 3 * SLICE, outputs, is_output, num_outputs, num_groups, GROUP)
+    second = _of_slice(value_ptrs, start + STEP // 4, is_output, num_outputs, num_groups, GROUP)
+    fourth = _of_slice(value_ptrs, start + STEP // 4 * 3, is_output, num_outputs, num_groups, GROUP)
     return first, second, third, fourth
 
 
@@ -85,7 +92,7 @@ def _rows_of_slice(row_ptrs, is_row, start, num_inputs, SLICE: tl.constexpr):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _quantized_matmul_kernel(
     rows_ptr,
     row_scales_ptr,
@@ -108,7 +115,6 @@ def _quantized_matmul_kernel(
     HAS_ROW_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_PTX: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
 ):
@@ -119,28 +125,28 @@ def _quantized_matmul_kernel(
     row_ptrs = rows_ptr + rows.to(tl.int64) * row_stride
     row_scale_ptrs = row_scales_ptr + rows.to(tl.int64) * num_groups
     code_ptrs = codes_ptr + outputs[:, None] * SLICE + tl.arange(0, SLICE)[None, :]
+    scale_ptrs, zero_ptrs = scales_ptr + outputs, zeros_ptr + outputs
     step_stride = step_stride.to(tl.int64)
 
     SLICES: tl.constexpr = 4 if FORMAT == "int4" else 1
     STEP: tl.constexpr = SLICES * SLICE
-    # Inputs of a step that are in one group for certain.
     RUN: tl.constexpr = STEP if GROUP % STEP == 0 else (2 * SLICE if GROUP % (2 * SLICE) == 0 else SLICE)
     num_steps = tl.cdiv(num_inputs, STEP)
-    size = tl.cdiv(num_steps, NUM_SPLITS)
+    size = tl.cdiv(num_steps, tl.num_programs(2))
     first_step = split * size
     total = tl.zeros([N, M], tl.float32)
     eight = tl.full([N], 8, tl.uint8)
     # Scales and zeros are small: they are loaded a step ahead, where the compiler would wait for them.
-    next_scales = _of_slices(scales_ptr, first_step * STEP, outputs, is_output, num_outputs, num_groups, GROUP, SLICE)
+    next_scales = _of_slices(scale_ptrs, first_step * STEP, is_output, num_outputs, num_groups, GROUP, RUN, STEP)
     next_zeros = (eight, eight, eight, eight)
     if HAS_ZEROS:
-        next_zeros = _of_slices(zeros_ptr, first_step * STEP, outputs, is_output, num_outputs, num_groups, GROUP, SLICE)
+        next_zeros = _of_slices(zero_ptrs, first_step * STEP, is_output, num_outputs, num_groups, GROUP, RUN, STEP)
     for step in range(first_step, tl.minimum(first_step + size, num_steps)):
         start, scales, zeros = step * STEP, next_scales, next_zeros
         codes = tl.load(code_ptrs + step * step_stride, mask=is_output[:, None], other=0)
-        next_scales = _of_slices(scales_ptr, start + STEP, outputs, is_output, num_outputs, num_groups, GROUP, SLICE)
+        next_scales = _of_slices(scale_ptrs, start + STEP, is_output, num_outputs, num_groups, GROUP, RUN, STEP)
         if HAS_ZEROS:
-            next_zeros = _of_slices(zeros_ptr, start + STEP, outputs, is_output, num_outputs, num_groups, GROUP, SLICE)
+            next_zeros = _of_slices(zero_ptrs, start + STEP, is_output, num_outputs, num_groups, GROUP, RUN, STEP)
         if FORMAT == "int4":
             weights = decoded_slices(codes, zeros, HAS_PTX, row_ptrs.dtype.element_ty)
             for i in tl.static_range(SLICES):
@@ -169,7 +175,7 @@ def _quantized_matmul_kernel(
         total *= next_scales[0].to(tl.float32)[:, None]
         if HAS_ROW_SCALES:
             total *= tl.load(row_scale_ptrs, mask=is_row, other=0.0)[None, :]
-    if HAS_BIAS and NUM_SPLITS == 1:
+    if HAS_BIAS:
         total += tl.load(bias_ptr + outputs, mask=is_output, other=0.0).to(tl.float32)[:, None]
     places = (split.to(tl.int64) * num_rows + rows) * num_outputs
     tl.store(
@@ -226,12 +232,12 @@ def _dequantize_kernel(
         start = (step * SLICES + i) * SLICE
         zeros = tl.full([N], 8, tl.uint8)
         if HAS_ZEROS:
-            zeros = _of_slice(zeros_ptr, start, outputs, is_output, num_outputs, num_groups, GROUP)
+            zeros = _of_slice(zeros_ptr + outputs, start, is_output, num_outputs, num_groups, GROUP)
         if FORMAT == "int4":
             exact = nibble(codes, zeros, 4 * i, tl.float32)
         else:
             exact = decoded(codes, FORMAT, False, tl.float32)
-        scales = _of_slice(scales_ptr, start, outputs, is_output, num_outputs, num_groups, GROUP).to(tl.float32)
+        scales = _of_slice(scales_ptr + outputs, start, is_output, num_outputs, num_groups, GROUP).to(tl.float32)
         inputs = start + inner
         tl.store(
             weight_ptr + outputs.to(tl.int64)[:, None] * num_inputs + inputs[None, :],
@@ -265,7 +271,7 @@ def quantized_matmul_triton(
     *,
     multiplies_e4m3: bool | None = None,
 ) -> torch.Tensor:
-    """`rows` [num_rows, num_inputs], whose last dimension is contiguous.
+    """`rows` [num_rows, num_inputs], whose last dimension is contiguous; of float32 the matrix is always dequantised.
 
     Args:
         multiplies_e4m3: whether the chip does; None asks it.
@@ -279,11 +285,11 @@ def quantized_matmul_triton(
     if weight.input_order is not None:
         rows = rows.index_select(1, weight.input_order)
     if multiplies_e4m3 is None:
-        multiplies_e4m3 = rows.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9)
+        multiplies_e4m3 = _multiplies_e4m3(rows.device)
     if weight.quantizes_rows and multiplies_e4m3 and num_rows >= MIN_E4M3_ROWS:
         quantized = quantize_rows_triton(rows, weight.group_size)
         return _launch(_form(num_rows), quantized, weight, bias, rows.dtype)
-    if num_rows > MAX_FUSED_ROWS:
+    if num_rows > MAX_FUSED_ROWS or rows.dtype == torch.float32:
         return torch.nn.functional.linear(rows, dequantize_triton(weight, rows.dtype), bias)
     return _launch(_form(num_rows), rows, weight, bias, rows.dtype)
 
@@ -325,9 +331,8 @@ def _launch(
         factors.stride(0),
         weight.codes.stride(0),
         HAS_ROW_SCALES=isinstance(rows, E4m3Rows),
-        HAS_BIAS=bias is not None,
+        HAS_BIAS=bias is not None and num_splits == 1,
         HAS_PTX=factors.is_cuda and torch.version.cuda is not None,
-        NUM_SPLITS=num_splits,
         M=form.rows,
         N=form.outputs,
         **constants,
@@ -354,6 +359,11 @@ def _constants(weight: QuantizedMatrix) -> dict[str, object]:
         "SLICE": weight.codes.shape[2],
         "HAS_ZEROS": weight.zeros is not None,
     }
+
+
+def _multiplies_e4m3(device: torch.device) -> bool:
+    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _form(num_rows: int) -> Form:

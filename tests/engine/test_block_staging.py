@@ -236,3 +236,33 @@ async def test_the_loop_goes_on_while_every_thread_waits_for_a_copy() -> None:
         await until(lambda: made.num_ended == NUM_THREADS + 2)
         for read in reads:
             read.release()
+
+
+@pytest.mark.gpu
+async def test_pieces_go_from_one_device_to_another_and_come_out_the_same() -> None:
+    layout = KvLayout(num_layers=8, num_kv_heads=8, head_dim=128, block_size=16, kv_dtype="bfloat16")
+    device = torch.device("cuda")
+    caches = [PagedKvCache(layout, 64, device) for _ in range(2)]
+    caches[0].tensor.normal_()
+    copies = [BlockCopies(device) for _ in caches]
+    ended: list[int] = []
+    failures: list[BaseException] = []
+    async with (
+        StagedBlocks(caches[0], copies[0], size_bytes=4 << 20, on_failure=failures.append) as source,
+        StagedBlocks(caches[1], copies[1], size_bytes=4 << 20, on_failure=failures.append) as sink,
+    ):
+        size = source.piece_bytes
+        for block_id in range(64):
+            for offset in range(0, layout.block_bytes, size):
+                num_ended = len(ended)
+                after = caches[0].record_event()
+                read = source.read(block_id, offset, size, lambda: ended.append(0), after=after)
+                await until(lambda: len(ended) > num_ended)  # noqa: B023
+                write = sink.write(63 - block_id, offset, size, after=caches[1].record_event())
+                assert read.payload is not None
+                write.memory[:] = read.payload
+                read.release()
+                write.place(lambda: ended.append(1))
+                await until(lambda: len(ended) > num_ended + 1)  # noqa: B023
+    assert failures == []
+    assert torch.equal(caches[1].tensor, caches[0].tensor.flip(0))

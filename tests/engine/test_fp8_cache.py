@@ -12,12 +12,13 @@ from tests.fakes.tiny_model import write_tiny_model
 from tests.kernels.paged_pool import rms_ratio
 from weir.core.errors import ModelLoadError
 from weir.core.kv_layout import KvLayout
-from weir.engine.batch import Batch, ScheduledSequence
+from weir.engine.batch import Batch, BatchArrays, ScheduledSequence
 from weir.engine.models.decoder import Decoder
 from weir.engine.models.decoder_config import DecoderConfig
+from weir.engine.open_weights import open_weights
 from weir.engine.paged_kv_cache import PagedKvCache
 from weir.engine.prepare import prepare
-from weir.engine.weights import Weights, open_weights
+from weir.engine.weights import Weights
 
 CPU = torch.device("cpu")
 TOKENS = tuple(range(5, 45))
@@ -54,7 +55,7 @@ def logits(model_dir: Path, kv_dtype: str) -> torch.Tensor:
         chunk = ScheduledSequence(
             sequence_id="a", token_ids=TOKENS[start:end], start=start, block_ids=(3, 0, 2), num_logits=1
         )
-        output = decoder(Batch.from_scheduled([chunk], 16, CPU), cache)
+        output = decoder(Batch.on_host(BatchArrays.from_scheduled([chunk], 16)), cache)
         assert isinstance(output, torch.Tensor)
         found.append(output)
     return torch.cat(found)

@@ -24,7 +24,7 @@ from tests.fakes.reference_model import (
 from tests.fakes.tiny_model import prepare_tiny_model, write_tiny_model
 from weir.core.errors import ModelLoadError
 from weir.core.kv_layout import KvLayout
-from weir.engine.batch import Batch, ScheduledSequence
+from weir.engine.batch import Batch, BatchArrays, ScheduledSequence
 from weir.engine.config import EngineConfig
 from weir.engine.model_runner import ModelRunner
 from weir.engine.models.decoder import Decoder
@@ -60,7 +60,7 @@ def logits_of(model_dir: Path, quantization: str) -> tuple[torch.Tensor, dict[st
     )
     item = ScheduledSequence(sequence_id="a", token_ids=TOKENS, start=0, block_ids=[1, 0], num_logits=len(TOKENS))
     with torch.inference_mode():
-        logits = model(Batch.from_scheduled([item], 16, CPU), PagedKvCache(layout, 2, CPU))
+        logits = model(Batch.on_host(BatchArrays.from_scheduled([item], 16)), PagedKvCache(layout, 2, CPU))
     assert isinstance(logits, torch.Tensor)
     return logits, matrices
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.fakes.hidden_cache import LateCopies, hide_from_host
+from tests.fakes.hidden_cache import FileSharing, LateCopies, hide_from_host
 from tests.fakes.worker_pair import WorkerPair
 from weir.core.kv_layout import KvLayout
 from weir.core.model_card import ModelCard
@@ -23,6 +23,7 @@ from weir.engine.async_engine import AsyncEngine
 from weir.engine.batch import Batch, BatchArrays, ScheduledSequence
 from weir.engine.block_copies import BlockCopies
 from weir.engine.config import EngineConfig
+from weir.engine.memory_sharing import CudaSharing
 from weir.engine.paged_kv_cache import PagedKvCache
 
 VOCAB_SIZE = 997
@@ -124,23 +125,28 @@ class FakeEngine(AsyncEngine):
 
     Args:
         copies: the host does not see its blocks, and these bring them there and back.
+        sharing: others map them so.
     """
 
     runner: CountingRunner
 
-    def __init__(self, *, copies: LateCopies | None = None, **settings: Any) -> None:
+    def __init__(
+        self, *, copies: LateCopies | None = None, sharing: FileSharing | None = None, **settings: Any
+    ) -> None:
         options: dict[str, Any] = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 16, "max_num_batched_tokens": 16}
         self.copies = copies
+        self.sharing = sharing
         super().__init__(
-            EngineConfig(model_dir=Path("/nowhere"), **options | settings),
+            EngineConfig(model_dir=Path("/nowhere"), transfer_ipc=sharing is not None, **options | settings),
             load_runner=self._load,
             make_copies=lambda device: copies or BlockCopies(device),
+            make_sharing=lambda device: sharing or CudaSharing(device),
         )
 
     def _load(self, config: EngineConfig) -> CountingRunner:
         self.runner = CountingRunner(config)
         if self.copies is not None:
-            hide_from_host(self.runner.cache)
+            hide_from_host(self.runner.cache, None if self.sharing is None else self.sharing.file)
         return self.runner
 
     async def __aexit__(self, *exc_info: object) -> None:

@@ -4,17 +4,56 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 
+from weir.core.errors import UnavailableError
 from weir.engine.block_copies import BlockCopies, BlockCopy
-from weir.engine.paged_kv_cache import PagedKvCache
+from weir.engine.memory_sharing import MappedMemory
+from weir.engine.paged_kv_cache import LayerCache, PagedKvCache
 
 
-def hide_from_host(cache: PagedKvCache) -> PagedKvCache:
-    """The same cache, without views of its blocks in host memory."""
+def hide_from_host(cache: PagedKvCache, file: Path | None = None) -> PagedKvCache:
+    """The same cache, without views of its blocks in host memory.
+
+    Args:
+        file: where it is kept from now on, so that another process can map it.
+    """
     cache._bytes = None
+    if file is not None:
+        raw = torch.from_file(str(file), shared=True, size=cache.tensor.nbytes, dtype=torch.uint8)
+        kept = raw.view(cache.tensor.dtype).view(cache.tensor.shape)
+        kept.copy_(cache.tensor)
+        cache.tensor = kept
+        cache._layers = [LayerCache(kept[:, layer, 0], kept[:, layer, 1]) for layer in range(len(cache._layers))]
     return cache
+
+
+class FileSharing:
+    """A `MemorySharing` of caches that are kept in files.
+
+    Attributes:
+        failure: what `map` raises.
+        num_mapped: mappings made.
+    """
+
+    domain = "files"
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.failure: UnavailableError | None = None
+        self.num_mapped = 0
+
+    def export(self, cache: PagedKvCache) -> bytes:
+        return str(self.file).encode()
+
+    def map(self, handle: bytes) -> MappedMemory:
+        if self.failure is not None:
+            raise self.failure
+        self.num_mapped += 1
+        file = Path(handle.decode())
+        return MappedMemory(torch.from_file(str(file), shared=True, size=file.stat().st_size, dtype=torch.uint8))
 
 
 class LateCopies(BlockCopies):

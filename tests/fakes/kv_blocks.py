@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kv_transfer.blocks import PeerMemory
 from weir.core.kv_layout import KvLayout
 from weir.engine.block_access import HostPiece
 
@@ -28,13 +29,47 @@ def tokens_of(layout: KvLayout, num_tokens: int, seed: int) -> np.ndarray:
     return np.stack([token_bytes_of(layout, index, seed) for index in range(num_tokens)])
 
 
+@dataclass(frozen=True, slots=True)
+class LocatedPiece:
+    """A `SourcePiece` that is only named."""
+
+    memory_offset: int
+
+    @property
+    def payload(self) -> None:
+        return None
+
+    def release(self) -> None:
+        pass
+
+
+@dataclass
+class FakeMemory:
+    """The memory of a prefill worker as a decode worker has mapped it: what is in it is looked up when it is copied."""
+
+    regions: list[memoryview] = field(default_factory=list)
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.regions) << 32
+
+    def view(self, offset: int, size_bytes: int) -> memoryview:
+        start = offset & 0xFFFFFFFF
+        return self.regions[offset >> 32][start : start + size_bytes]
+
+
 @dataclass
 class FakeSource:
-    """A sequence's blocks on the prefill worker. Reading after `close` fails."""
+    """A sequence's blocks on the prefill worker. Reading after `close` fails.
+
+    Attributes:
+        memory: where its pieces are named, if they are.
+    """
 
     layout: KvLayout
     num_tokens: int
     seed: int = 0
+    memory: FakeMemory = field(default_factory=FakeMemory)
     slabs: np.ndarray = field(init=False)
     is_closed: bool = False
 
@@ -46,6 +81,8 @@ class FakeSource:
         tokens = tokens_of(layout, self.num_tokens, self.seed)
         for index in range(self.num_tokens):
             self.slabs[index // layout.block_size, :, :, :, index % layout.block_size] = tokens[index]
+        self.region = len(self.memory.regions)
+        self.memory.regions.append(memoryview(self.slabs.view(np.uint8).reshape(-1)))
 
     @property
     def block_size(self) -> int:
@@ -64,6 +101,10 @@ class FakeSource:
         slab = memoryview(self.slabs[block_index]).cast("B").toreadonly()
         return HostPiece(slab[slab_offset : slab_offset + size_bytes])
 
+    def locate(self, block_index: int, slab_offset: int, on_read: Callable[[], None]) -> LocatedPiece:
+        assert not self.is_closed, "named after on_end"
+        return LocatedPiece((self.region << 32) + block_index * self.block_bytes + slab_offset)
+
     def close(self) -> None:
         """The blocks are somebody else's now: whatever still looks at them sees garbage."""
         self.is_closed = True
@@ -80,6 +121,7 @@ class FakeSink:
     is_direct: bool = True
     slabs: np.ndarray = field(init=False)
     num_absorbed: int = 0
+    num_pulled_bytes: int = 0
     frozen: bytes | None = None
 
     def __post_init__(self) -> None:
@@ -96,6 +138,21 @@ class FakeSink:
         if not self.is_direct:
             return None
         return HostPiece(memoryview(self.slabs[block_index]).cast("B")[slab_offset : slab_offset + size_bytes])
+
+    def pull(
+        self,
+        block_index: int,
+        slab_offset: int,
+        size_bytes: int,
+        memory: PeerMemory,
+        memory_offset: int,
+        on_pulled: Callable[[], None],
+    ) -> None:
+        assert isinstance(memory, FakeMemory)
+        slab = memoryview(self.slabs[block_index]).cast("B")
+        slab[slab_offset : slab_offset + size_bytes] = memory.view(memory_offset, size_bytes)
+        self.num_pulled_bytes += size_bytes
+        on_pulled()
 
     def absorb(
         self,
@@ -135,6 +192,8 @@ class FakeSink:
 
 class SlowRead:
     """A piece that is copied to host memory a while after it was asked for."""
+
+    memory_offset = None
 
     def __init__(self, source: SlowSource, slab: memoryview, on_read: Callable[[], None]) -> None:
         self.payload: memoryview | None = None
@@ -212,6 +271,23 @@ class SlowSink(FakeSink):
     ) -> SlowWrite | None:
         piece = super().target(block_index, slab_offset, size_bytes)
         return None if piece is None else SlowWrite(self, piece.memory)
+
+    def pull(
+        self,
+        block_index: int,
+        slab_offset: int,
+        size_bytes: int,
+        memory: PeerMemory,
+        memory_offset: int,
+        on_pulled: Callable[[], None],
+    ) -> None:
+        self.num_open += 1
+
+        def copy() -> None:
+            self.num_open -= 1
+            super(SlowSink, self).pull(block_index, slab_offset, size_bytes, memory, memory_offset, on_pulled)
+
+        asyncio.get_running_loop().call_later(self.delay_s(), copy)
 
     def absorb(
         self,

@@ -69,6 +69,7 @@ def identity(engine: AsyncEngine, name: str, incarnation: Incarnation) -> Transf
         layout=engine.layout,
         fingerprint=engine.fingerprint,
         secret=b"secret",
+        memory_domain="" if engine.shared is None else engine.shared.domain,
     )
 
 
@@ -183,9 +184,16 @@ class WorkerPair:
         self.decode_engine = decode_engine
         self.ownership = FakeOwnership()
         self.server = TransferServer(
-            identity(prefill_engine, "p", PREFILL), [listen], sender or SenderConfig(lease_s=lease_s)
+            identity(prefill_engine, "p", PREFILL),
+            [listen],
+            sender or SenderConfig(lease_s=lease_s),
+            export_memory=None if prefill_engine.shared is None else prefill_engine.shared.export,
         )
-        self.client = TransferClient(identity(decode_engine, "d", DECODE), receiver)
+        self.client = TransferClient(
+            identity(decode_engine, "d", DECODE),
+            receiver,
+            map_memory=None if decode_engine.shared is None else decode_engine.shared.map,
+        )
         self.prefill = PrefillWorker(
             prefill_engine,
             self.server,

@@ -7,11 +7,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.fakes.hidden_cache import LateCopies, hide_from_host
+from tests.fakes.hidden_cache import FileSharing, LateCopies, hide_from_host
 from tests.fakes.worker_pair import WorkerPair
 from weir.engine.async_engine import AsyncEngine
 from weir.engine.block_copies import BlockCopies
 from weir.engine.config import EngineConfig
+from weir.engine.memory_sharing import CudaSharing
 from weir.engine.step_computation import Runner, load_model_runner
 
 MAX_MODEL_LEN = 512
@@ -19,18 +20,24 @@ POOL_TOKENS = 4096
 
 
 def engine_of(
-    model_dir: Path, *, block_size: int = 16, copies: LateCopies | None = None, **settings: Any
+    model_dir: Path,
+    *,
+    block_size: int = 16,
+    copies: LateCopies | None = None,
+    sharing: FileSharing | None = None,
+    **settings: Any,
 ) -> AsyncEngine:
     """An engine with a pool of some sequences, if nothing else is said.
 
     Args:
         copies: the host does not see its blocks, and these bring them there and back.
+        sharing: others map them so; without the kernels that were told where the blocks are.
     """
 
     def load(config: EngineConfig) -> Runner:
         runner = load_model_runner(config)
         if copies is not None:
-            hide_from_host(runner.cache)
+            hide_from_host(runner.cache, None if sharing is None else sharing.file)
         return runner
 
     defaults: dict[str, Any] = {
@@ -39,11 +46,15 @@ def engine_of(
         "max_num_seqs": 16,
         "max_num_batched_tokens": 64,
         "num_threads": 1,
+        "transfer_ipc": sharing is not None,
     }
+    if sharing is not None:
+        defaults["kernel_cache_dir"] = None
     return AsyncEngine(
         EngineConfig(model_dir=model_dir, block_size=block_size, device="cpu", **defaults | settings),
         load_runner=load,
         make_copies=lambda device: copies or BlockCopies(device),
+        make_sharing=lambda device: sharing or CudaSharing(device),
     )
 
 

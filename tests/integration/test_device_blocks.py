@@ -1,5 +1,6 @@
-"""KV that the host cannot see is handed off through slots: the same tokens, no step that waits, no block given back
-under a copy. The copies are a test's own, and so are the caches, which lie in host memory and hide it."""
+"""KV that the host cannot see is handed off through slots, or out of the prefill worker's memory: the same tokens, no
+step that waits, no block given back under a copy. The copies are a test's own, and so are the caches, which lie in host
+memory and hide it, or in a file that the other side maps."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from typing import Any
 import pytest
 
 from tests.fakes.async_engine import CountingPair, counting_pair, expected_tokens
-from tests.fakes.hidden_cache import LateCopies
+from tests.fakes.hidden_cache import FileSharing, LateCopies
 from tests.fakes.worker_pair import GREEDY, until, within
 from tests.integration.engines import real_pair
 from tests.integration.test_same_tokens import LENGTHS, SHAPES, answers, check
-from weir.core.errors import HandoffLostError, HopFailedError
+from weir.core.errors import HandoffLostError, HopFailedError, UnavailableError
 from weir.core.request import RequestId
 
 PROMPT = tuple(range(5, 40))  # 9 blocks of 4, in three steps of at most 16 tokens
@@ -209,3 +210,88 @@ async def test_a_model_gives_the_same_tokens_after_streams_were_ended_in_the_mid
             copies.run_freely()
             await check(pair, {length: expected[length] for length in LENGTHS[-3:]})
             await pair.assert_at_rest()
+
+
+@asynccontextmanager
+async def sharing_pair(
+    folder: Path, *, prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, **options: Any
+) -> AsyncIterator[tuple[CountingPair, LateCopies, FileSharing]]:
+    """Two workers that map each other's caches; what copies for decode, and what maps there."""
+    sink, sharing = LateCopies(), FileSharing(folder / "decode")
+    async with counting_pair(
+        prefill={"copies": LateCopies(), "sharing": FileSharing(folder / "prefill")} | (prefill or {}),
+        decode={"copies": sink, "sharing": sharing} | (decode or {}),
+        **options,
+    ) as pair:
+        try:
+            yield pair, sink, sharing
+        finally:
+            sink.run_freely()
+
+
+async def test_a_worker_of_the_same_host_copies_out_of_the_memory_it_has_mapped(tmp_path: Path) -> None:
+    async with sharing_pair(tmp_path) as (pair, _, sharing):
+        for prompt in (PROMPT, OTHER_PROMPT, PROMPT):
+            _, streams = await pair.generate(prompt, n=2)
+            for stream in streams:
+                assert tuple(stream.token_ids) == expected_tokens(prompt, 8)
+        await pair.assert_at_rest()
+        assert sharing.num_mapped == 1
+        assert pair.client.stats.bytes_by_transport["tcp"] == pair.server.stats.bytes_by_transport["tcp"] == 0
+        assert pair.client.stats.bytes_by_transport["memory"] >= 2 * len(PROMPT) * 16
+
+
+@pytest.mark.parametrize("why", ["block size", "mapping fails", "decode shares none", "prefill shares none"])
+async def test_frames_carry_the_blocks_where_memory_cannot_be_shared(tmp_path: Path, why: str) -> None:
+    prefill = {"sharing": None} if why == "prefill shares none" else {}
+    decode: dict[str, Any] = {"sharing": None} if why == "decode shares none" else {}
+    if why == "block size":
+        decode["block_size"] = 8
+    async with sharing_pair(tmp_path, prefill=prefill, decode=decode) as (pair, _, sharing):
+        if why == "mapping fails":
+            sharing.failure = UnavailableError("the GPU is not visible")
+        _, (stream,) = await pair.generate(PROMPT)
+        assert tuple(stream.token_ids) == expected_tokens(PROMPT, 8)
+        assert pair.client.stats.bytes_by_transport["tcp"] >= len(PROMPT) * 16
+        assert pair.client.stats.bytes_by_transport["memory"] == 0
+        await pair.assert_at_rest()
+
+
+@pytest.mark.parametrize("num_copies", [0, 1, 5, 8])
+async def test_blocks_that_were_given_back_while_they_were_copied_give_no_token(
+    tmp_path: Path, num_copies: int
+) -> None:
+    async with sharing_pair(tmp_path) as (pair, sink, _):
+        sink.hold()
+        sink.allow(num_copies)
+        request, key = pair.request(PROMPT)
+        stream = pair.gateway.open(request, key, pair.source)
+        await within(pair.start_prefill(request, key))
+        await until(lambda: sink.num_ended == num_copies and sink.num_started > num_copies)
+        assert pair.prefill.release([key]) == 1
+        await until(lambda: pair.prefill_engine.stats().num_holds == 0)
+        other, other_key = pair.request(OTHER_PROMPT)
+        await within(pair.start_prefill(other, other_key))  # maybe into the same blocks
+        sink.run_freely()
+        await within(stream.ended.wait())
+        assert isinstance(stream.error, HandoffLostError)
+        assert stream.token_ids == []
+        pair.prefill.release([other_key])
+        await pair.assert_at_rest()
+
+
+async def test_a_model_gives_the_tokens_of_one_engine_out_of_mapped_memory(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    expected = await answers(tiny_model_dir, kernel_cache_dir=None)
+    async with real_pair(
+        tiny_model_dir,
+        prefill={"copies": LateCopies(), "sharing": FileSharing(tmp_path / "prefill")},
+        decode={"copies": LateCopies(), "sharing": FileSharing(tmp_path / "decode")},
+        listen=f"unix://{tmp_path / 'kv.sock'}",
+    ) as pair:
+        await check(pair, expected)
+        await check(pair, expected)
+        assert pair.client.stats.bytes_by_transport["unix"] == 0
+        assert pair.client.stats.bytes_by_transport["memory"] > 0
+        await pair.assert_at_rest()

@@ -35,14 +35,12 @@ def _result(name: str, operands: list[torch.Tensor]) -> torch.Tensor:
         return operands[0] & operands[1]
     if name == "or.b32":
         return operands[0] | operands[1]
-    if name == "xor.b32":
-        return operands[0] ^ operands[1]
     if name == "shr.u32":
         return operands[0] >> operands[1]
     if name == "prmt.b32":
         both, selector = operands[0] | operands[1] << 32, int(operands[2])
-        chosen = [both >> 8 * (selector >> 4 * place & 7) & 0xFF for place in range(4)]
-        return sum(byte << 8 * place for place, byte in enumerate(chosen))  # type: ignore[return-value]
+        first, *others = [(both >> 8 * (selector >> 4 * place & 7) & 0xFF) << 8 * place for place in range(4)]
+        return first | others[0] | others[1] | others[2]
     kinds = {"fma.rn.bf16x2": torch.bfloat16, "fma.rn.f16x2": torch.float16}
     factor, other, added = (halves(operand, kinds[name]).double() for operand in operands)
     return words_of((factor * other + added).to(kinds[name]))

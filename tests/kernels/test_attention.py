@@ -220,7 +220,7 @@ def test_a_cache_may_have_fewer_bits_than_the_queries() -> None:
 def test_a_float8_cache_is_attended_to_by_its_scales(
     decode_attention: Attention, prefill_attention: Attention, dtype: torch.dtype
 ) -> None:
-    context = fill([1, 300, 65], 2, 16, 40, FLOAT8)
+    context = fill([1, 300, 17], 2, 16, 40, FLOAT8)
     pool = context.pool
     arguments = (pool.keys, pool.values, context.block_tables)
     query = torch.randn(3, 6, 40).to(dtype)

@@ -8,8 +8,9 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self
 
+from kv_transfer.offer import Offer
 from kv_transfer.receiver import TransferClient
-from kv_transfer.sender import Offer, TransferServer
+from kv_transfer.sender import TransferServer
 from kv_transfer.settings import ReceiverConfig, SenderConfig
 from kv_transfer.transfer_state import EndReason, Received, Seal
 from tests.fakes.kv_blocks import FakeSink, FakeSource

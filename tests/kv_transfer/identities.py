@@ -13,7 +13,13 @@ FIRST_TOKEN = FirstToken(choice_index=0, token_id=7)
 
 
 def make_identity(
-    name: str, *, layout: KvLayout = LAYOUT, weights_hash: str = "w", secret: bytes = SECRET, tp_size: int = 1
+    name: str,
+    *,
+    layout: KvLayout = LAYOUT,
+    weights_hash: str = "w",
+    secret: bytes = SECRET,
+    tp_size: int = 1,
+    memory_domain: str = "",
 ) -> TransferIdentity:
     """A worker in its first incarnation, `<name>-1`."""
     return TransferIdentity(
@@ -23,6 +29,7 @@ def make_identity(
         fingerprint=layout.fingerprint(weights_hash),
         secret=secret,
         tp_size=tp_size,
+        memory_domain=memory_domain,
     )
 
 

@@ -1,8 +1,9 @@
 """Whole hand-offs over a link that loses, repeats, corrupts, stalls and breaks, in virtual time and from a seed.
 
 However it goes: a fetch ends; what it returns is right; nobody writes to its sink afterwards; every source hears its
-end exactly once, is not read afterwards and was not changed under a write; no hold outlives its lease. With every other
-seed the blocks are on devices, and each piece takes a while.
+end exactly once, is not read afterwards and was not changed under a write; no hold outlives its lease. Of three seeds
+the blocks of one are on devices, where each piece takes a while, and those of another are copied by the decode worker
+out of the prefill worker's memory, whatever is in it by then.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from kv_transfer.offer import Offer
 from kv_transfer.receiver import TransferClient
-from kv_transfer.sender import Offer, TransferServer
+from kv_transfer.sender import TransferServer
 from kv_transfer.settings import ConnectionTiming, ReceiverConfig, SenderConfig
 from kv_transfer.transfer_state import EndReason, Seal
-from tests.fakes.kv_blocks import FakeSink, FakeSource, SlowSink, SlowSource, tokens_of
+from tests.fakes.kv_blocks import FakeMemory, FakeSink, FakeSource, SlowSink, SlowSource, tokens_of
 from tests.fakes.memory_transport import Faults, MemoryNetwork
 from tests.fakes.virtual_loop import run_virtual, virtual_clock
 from tests.kv_transfer.identities import FIRST_TOKEN, LAYOUT, make_identity, make_key, with_block_size
@@ -62,7 +64,9 @@ class World:
 
     def __init__(self, seed: int, faults: Faults) -> None:
         self.rng = random.Random(seed)
-        self.has_devices = seed % 2 == 1
+        self.has_devices = seed % 3 > 0
+        self.memory = FakeMemory()
+        domain = "shared" if seed % 3 == 2 else ""
         self.network = MemoryNetwork(
             Faults(
                 seed=seed,
@@ -76,11 +80,19 @@ class World:
             ),
             kernel_bytes=1 << 14,
         )
-        self.server = TransferServer(make_identity("p"), ["p"], SENDER, transport=self.network, clock=virtual_clock)
+        self.server = TransferServer(
+            make_identity("p", memory_domain=domain),
+            ["p"],
+            SENDER,
+            export_memory=lambda: b"handle",
+            transport=self.network,
+            clock=virtual_clock,
+        )
         self.clients = {
             name: TransferClient(
-                make_identity(name, layout=with_block_size(block_size)),
+                make_identity(name, layout=with_block_size(block_size), memory_domain=domain),
                 RECEIVER,
+                map_memory=self.map_memory,
                 transport=self.network,
                 clock=virtual_clock,
             )
@@ -88,6 +100,10 @@ class World:
         }
         self.outcomes: dict[HandoffKey, Outcome] = {}
         self.released: set[HandoffKey] = set()
+
+    async def map_memory(self, handle: bytes) -> FakeMemory:
+        assert handle == b"handle"
+        return self.memory
 
     async def run(self) -> None:
         async with self.server, self.clients["d"], self.clients["e"]:
@@ -106,9 +122,11 @@ class World:
         num_tokens = rng.randint(1, 150)
         for epoch in range(1, rng.choice((1, 1, 2)) + 1):
             key = make_key(f"h{index}", epoch)
-            source = FakeSource(LAYOUT, num_tokens, seed=index)
+            source = FakeSource(LAYOUT, num_tokens, seed=index, memory=self.memory)
             if self.has_devices:
-                source = SlowSource(LAYOUT, num_tokens, seed=index, delay_s=lambda: rng.random() * 0.004)
+                source = SlowSource(
+                    LAYOUT, num_tokens, seed=index, memory=self.memory, delay_s=lambda: rng.random() * 0.004
+                )
             self.outcomes[key] = Outcome(source)
             async with asyncio.TaskGroup() as tasks:
                 decode, later = rng.sample(("d", "e"), 2)
@@ -256,3 +274,15 @@ def test_a_link_that_only_fails_now_and_then_still_brings_most(name: str) -> Non
 def test_guarantees_hold_through_thousands_of_faults(name: str) -> None:
     for seed in range(1000, 1150):
         check(seed, FAULTS[name])
+
+
+def test_what_is_pulled_from_blocks_that_have_a_new_owner_is_never_accepted() -> None:
+    """The hold ends while the decode worker copies: it cannot know, and is told so before it goes on."""
+    num_refused = num_pulled = 0
+    for seed in range(2, 80, 3):
+        world = check(seed, FAULTS["none"])
+        for outcome in world.outcomes.values():
+            num_refused += any(isinstance(error, HandoffLostError) for error in outcome.errors)
+            num_pulled += any(sink.num_pulled_bytes for sink in outcome.sinks) and bool(outcome.num_arrived)
+    assert num_refused > 5
+    assert num_pulled > 20

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kv_transfer.blocks import PeerMemory
 from kv_transfer.handoff_sink import MAX_NACKS, HandoffSink
 from kv_transfer.handoff_source import HandoffSource
 from kv_transfer.handshake import Peer
@@ -96,6 +97,19 @@ class PendingSink(FakeSink):
     ) -> None:
         self.writes.append(partial(super().absorb, first_token, num_tokens, payload, source_block_size, on_absorbed))
 
+    def pull(
+        self,
+        block_index: int,
+        slab_offset: int,
+        size_bytes: int,
+        memory: PeerMemory,
+        memory_offset: int,
+        on_pulled: Callable[[], None],
+    ) -> None:
+        self.writes.append(
+            partial(super().pull, block_index, slab_offset, size_bytes, memory, memory_offset, on_pulled)
+        )
+
 
 class Bench:
     """A real source of 40 tokens feeds the sink, frame by frame."""
@@ -110,12 +124,14 @@ class Bench:
         is_pending: bool = False,
         credit_bytes: int = INITIAL_CREDIT,
         window_bytes: int = INITIAL_CREDIT * 4,
+        is_pulled: bool = False,
     ) -> None:
         self.now_s = 0.0
         self.num_news = 0
         self.blocks = FakeSource(LAYOUT, 40)
         sink = PendingSink if is_pending else FakeSink
         self.memory = sink(layout, 40, skip_tokens=skip_tokens, is_direct=is_direct)
+        self.shared = self.blocks.memory if is_pulled else None
         self.link = FakeLink(uses_checksums=uses_checksums)
         self.uses_checksums = uses_checksums
         self.handoff = HandoffSink(
@@ -144,7 +160,7 @@ class Bench:
         self.num_news += 1
 
     def start(self) -> None:
-        self.handoff.start(self.link, incarnation="p-1", deadline=Deadline(9.0))
+        self.handoff.start(self.link, incarnation="p-1", deadline=Deadline(9.0), memory=self.shared)
         self.source.attach(FakeLink(uses_checksums=self.uses_checksums), self.link.sent[-1].fetch)
 
     def step(self, *, flip: bool = False) -> bool:
@@ -153,8 +169,11 @@ class Bench:
         if outgoing is None:
             return False
         self.source.frame_flushed(outgoing)
-        if outgoing.payload is None:
+        if outgoing.frame.HasField("seal"):
             self.handoff.seal(outgoing.frame.seal)
+            return True
+        if outgoing.payload is None:
+            self.handoff.piece_named(outgoing.frame.blocks)
             return True
         target = self.handoff.payload_target(outgoing.frame.blocks, outgoing.payload.nbytes)
         if target is not None:
@@ -203,6 +222,12 @@ def _receiving(bench: Bench) -> None:
     bench.handoff.attach_sink(bench.memory)
 
 
+def _confirming(bench: Bench) -> None:
+    bench.shared = bench.blocks.memory
+    _receiving(bench)
+    bench.run()
+
+
 def _committed(bench: Bench) -> None:
     _receiving(bench)
     bench.run()
@@ -222,6 +247,7 @@ STATES: dict[SinkState, Callable[[Bench], None]] = {
     SinkState.REQUESTED: _requested,
     SinkState.STAGING: _staging,
     SinkState.RECEIVING: _receiving,
+    SinkState.CONFIRMING: _confirming,
     SinkState.COMMITTED: _committed,
     SinkState.FAILED: _failed,
 }
@@ -242,17 +268,21 @@ INPUTS: dict[str, Callable[[Bench], object]] = {
     "lost": lambda b: b.handoff.lost(ErrorDetail(error="HandoffLostError", message="gone")),
     "stop": lambda b: b.handoff.stop(),
     "fail": lambda b: b.handoff.fail(HandoffLostError("y")),
+    "committed": lambda b: b.handoff.committed(),
+    "piece of no memory": lambda b: b.handoff.piece_named(Blocks(memory_offset=1 << 40, size_bytes=1)),
 }
 S = SinkState
 REFUSED = "refused"
-# From IDLE, REQUESTED, STAGING, RECEIVING, COMMITTED, FAILED.
+# From IDLE, REQUESTED, STAGING, RECEIVING, CONFIRMING, COMMITTED, FAILED.
 EXPECTED: dict[str, tuple[SinkState | str, ...]] = {
-    "next frame": (S.IDLE, S.STAGING, S.STAGING, S.RECEIVING, S.COMMITTED, S.FAILED),
-    "frame out of order": (S.IDLE, REFUSED, REFUSED, REFUSED, S.COMMITTED, S.FAILED),
-    "wrong seal": (S.IDLE, REFUSED, REFUSED, REFUSED, S.COMMITTED, S.FAILED),
-    "lost": (S.FAILED, S.FAILED, S.FAILED, S.FAILED, S.COMMITTED, S.FAILED),
-    "stop": (S.IDLE, S.IDLE, S.IDLE, S.IDLE, S.COMMITTED, S.FAILED),
-    "fail": (S.FAILED, S.FAILED, S.FAILED, S.FAILED, S.COMMITTED, S.FAILED),
+    "next frame": (S.IDLE, S.STAGING, S.STAGING, S.RECEIVING, S.CONFIRMING, S.COMMITTED, S.FAILED),
+    "frame out of order": (S.IDLE, REFUSED, REFUSED, REFUSED, REFUSED, S.COMMITTED, S.FAILED),
+    "wrong seal": (S.IDLE, REFUSED, REFUSED, REFUSED, REFUSED, S.COMMITTED, S.FAILED),
+    "lost": (S.FAILED, S.FAILED, S.FAILED, S.FAILED, S.FAILED, S.COMMITTED, S.FAILED),
+    "stop": (S.IDLE, S.IDLE, S.IDLE, S.IDLE, S.IDLE, S.COMMITTED, S.FAILED),
+    "fail": (S.FAILED, S.FAILED, S.FAILED, S.FAILED, S.FAILED, S.COMMITTED, S.FAILED),
+    "committed": (S.IDLE, S.REQUESTED, S.STAGING, S.RECEIVING, S.COMMITTED, S.COMMITTED, S.FAILED),
+    "piece of no memory": (S.IDLE, REFUSED, REFUSED, REFUSED, REFUSED, S.COMMITTED, S.FAILED),
 }
 
 
@@ -631,3 +661,87 @@ def test_memory_of_a_piece_that_is_wrong_or_never_comes_whole_is_given_back() ->
     bench.handoff.stop()
     bench.handoff.stop()
     assert memory.num_discarded == 2
+
+
+# Pulled fetches
+
+
+@pytest.mark.parametrize("num_named", [0, 3, 10])
+def test_pieces_are_copied_from_the_source_s_memory_and_committed_once_it_has_confirmed(num_named: int) -> None:
+    bench, memory = pending_bench(is_pulled=True)
+    bench.start()
+    assert bench.link.sent[-1].fetch.is_pulled
+    for _ in range(num_named):
+        bench.step()
+    assert bench.handoff.wants_sink == (num_named > 0)
+    bench.handoff.attach_sink(memory)
+    bench.run()
+    while memory.writes:
+        assert bench.handoff.state is SinkState.RECEIVING
+        memory.writes.pop()()
+    assert bench.handoff.state is SinkState.CONFIRMING
+    bench.handoff.committed()
+    bench.assert_arrived()
+    received = bench.handoff.get_received()
+    assert memory.num_pulled_bytes == received.size_bytes == 3 * LAYOUT.block_bytes
+
+
+def test_what_was_pulled_counts_for_nothing_until_it_is_confirmed() -> None:
+    bench, memory = pending_bench(is_pulled=True)
+    _confirming(bench)
+    for write in memory.writes:
+        write()
+    assert bench.handoff.num_verified_blocks == 0
+    bench.handoff.stop()
+    bench.source.link_lost(bench.source.link)  # type: ignore[arg-type]
+    memory.writes.clear()
+    bench.start()
+    assert bench.link.sent[-1].fetch.skip_tokens == 0
+    bench.run()
+    assert len(memory.writes) == 3 * 3
+    for write in memory.writes:
+        write()
+    bench.handoff.committed()
+    bench.assert_arrived()
+
+
+def test_what_came_before_in_frames_is_not_pulled_again() -> None:
+    bench = Bench()
+    bench.start()
+    bench.handoff.attach_sink(bench.memory)
+    for _ in range(4):
+        bench.step()
+    bench.handoff.stop()
+    bench.source.link_lost(bench.source.link)  # type: ignore[arg-type]
+    bench.shared = bench.blocks.memory
+    bench.start()
+    assert bench.link.sent[-1].fetch.skip_tokens == 16
+    bench.run()
+    bench.handoff.committed()
+    bench.assert_arrived()
+    assert bench.memory.num_pulled_bytes == 2 * LAYOUT.block_bytes
+
+
+def test_credit_bounds_what_is_being_pulled() -> None:
+    window_bytes = 2 * LAYOUT.block_bytes
+    bench, memory = pending_bench(is_pulled=True, credit_bytes=window_bytes, window_bytes=window_bytes)
+    bench.start()
+    bench.handoff.attach_sink(memory)
+    bench.run()
+    assert len(memory.writes) == 2 * 3
+    while memory.writes:
+        num_sent = len(bench.link.sent)
+        memory.writes.pop(0)()
+        bench.run(num_sent)
+    bench.handoff.committed()
+    bench.assert_arrived()
+
+
+@pytest.mark.parametrize("is_pulled", [True, False])
+def test_payload_and_names_come_only_where_they_were_asked_for(is_pulled: bool) -> None:
+    bench = Bench(is_pulled=is_pulled)
+    bench.start()
+    payload = partial(bench.handoff.payload_target, Blocks(num_tokens=16, checksum=1), 100)
+    name = partial(bench.handoff.piece_named, Blocks(num_tokens=16, size_bytes=100))
+    with pytest.raises(TransferProtocolError):
+        (payload if is_pulled else name)()

@@ -479,6 +479,8 @@ def test_it_awaits_computation_only_while_it_is_fetched_and_owes_nothing() -> No
 class PendingRead:
     """A piece that is there when the test says so."""
 
+    memory_offset = None
+
     def __init__(self, slab: memoryview, on_read: Callable[[], None]) -> None:
         self.payload: memoryview | None = None
         self.is_released = False
@@ -611,3 +613,42 @@ def test_a_new_connection_reads_everything_anew() -> None:
     frames = bench.pull()
     assert [each.frame.blocks.sequence_number for each in frames[:-1]] == list(range(3 * BLOCK_FRAMES))
     assert bench.source.commit(other)
+
+
+# Pulled fetches
+
+
+def test_a_pulled_fetch_gets_names_without_payload_or_checksum_and_its_commit_is_answered() -> None:
+    bench = Bench()
+    bench.seal()
+    bench.source.attach(bench.link, Fetch(credit_bytes=PLENTY, is_pulled=True))
+    frames = bench.pull()
+    named = [each.frame.blocks for each in frames[:-1]]
+    assert all(each.payload is None for each in frames)
+    assert not any(each.HasField("checksum") for each in named)
+    joined = b"".join(bytes(bench.blocks.memory.view(each.memory_offset, each.size_bytes)) for each in named)
+    assert joined == bench.blocks.slabs.tobytes()
+    assert frames[-1].frame.seal.digest == xxh3_64().intdigest()
+    assert bench.ended == []
+    assert bench.source.commit(bench.link)
+    assert bench.link.bodies() == ["committed"]
+    assert bench.ended == [EndReason.COMMITTED]
+
+
+def test_a_commit_after_the_hold_has_ended_is_not_confirmed() -> None:
+    bench = Bench()
+    bench.seal()
+    bench.source.attach(bench.link, Fetch(credit_bytes=PLENTY, is_pulled=True))
+    bench.pull()
+    bench.source.end(EndReason.EXPIRED)
+    assert not bench.source.commit(bench.link), "its server answers that with HANDOFF_LOST"
+    assert "committed" not in bench.link.bodies()
+
+
+def test_a_commit_of_what_frames_carried_is_not_answered() -> None:
+    bench = Bench()
+    bench.seal()
+    bench.attach()
+    bench.pull()
+    assert bench.source.commit(bench.link)
+    assert bench.link.bodies() == []

@@ -53,6 +53,14 @@ def test_both_sides_learn_name_incarnation_block_size_and_lease() -> None:
     assert seen_by_sink.protocol_version == seen_by_source.protocol_version == 1
 
 
+@pytest.mark.parametrize(
+    ("sink", "source", "is_shared"), [("a", "a", True), ("a", "b", False), ("", "a", False), ("", "", False)]
+)
+def test_memory_is_shared_where_both_name_the_same_domain(sink: str, source: str, is_shared: bool) -> None:
+    peers = shake(sink_of(make_identity("d", memory_domain=sink)), source_of(make_identity("p", memory_domain=source)))
+    assert {peer.shares_memory for peer in peers} == {is_shared}
+
+
 @pytest.mark.parametrize(("sink", "source"), [(True, True), (True, False), (False, True), (False, False)])
 def test_one_side_that_wants_checksums_is_enough(sink: bool, source: bool) -> None:
     peers = shake(sink_of(make_identity("d"), sink), source_of(make_identity("p"), source))

@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 from kv_transfer.handshake import TransferIdentity
+from kv_transfer.offer import Offer
 from kv_transfer.receiver import TransferClient
-from kv_transfer.sender import Offer, TransferServer
+from kv_transfer.sender import TransferServer
 from kv_transfer.settings import ConnectionTiming, ReceiverConfig, SenderConfig
 from kv_transfer.tcp import SocketTransport
 from kv_transfer.transfer_state import EndReason, Received, Seal

@@ -29,10 +29,12 @@ from weir.engine.config import EngineConfig
 from weir.engine.engine import Engine
 from weir.engine.engine_thread import EngineThread
 from weir.engine.kv_events import KvEvents
+from weir.engine.memory_sharing import CudaSharing, MemorySharing
 from weir.engine.outbox import News
 from weir.engine.paged_kv_cache import PagedKvCache
 from weir.engine.prefill_run import PrefillProgress, PrefillRun
 from weir.engine.sequence import PrefillChoice
+from weir.engine.shared_blocks import SharedBlocks
 from weir.engine.stats import EngineStats
 from weir.engine.step_computation import Runner, load_model_runner
 from weir.engine.token_stream import SequenceNews, TokenStream
@@ -59,13 +61,16 @@ class AsyncEngine:
     Args:
         load_runner: makes the model; called in the engine's thread.
         make_copies: makes what copies blocks of that device to the host and back.
+        make_sharing: makes what maps blocks on that device into other processes.
         clock: the one that deadlines are on.
 
     Attributes:
         blocks: the memory of its blocks, for those who bring KV to other workers or from them.
+        shared: the same, for workers of the same host that map it; None where they do not.
     """
 
     blocks: BlockAccess
+    shared: SharedBlocks | None
     card: ModelCard
     layout: KvLayout
     fingerprint: LayoutFingerprint
@@ -78,11 +83,13 @@ class AsyncEngine:
         *,
         load_runner: Callable[[EngineConfig], Runner] = load_model_runner,
         make_copies: Callable[[torch.device], BlockCopies] = BlockCopies,
+        make_sharing: Callable[[torch.device], MemorySharing] = CudaSharing,
         clock: Clock = time.monotonic,
     ) -> None:
         self._thread = EngineThread(config, load_runner=load_runner, deliver=self._dispatch, clock=clock)
-        self._staging_bytes = config.transfer_staging_bytes
+        self._config = config
         self._make_copies = make_copies
+        self._make_sharing = make_sharing
         self._subscriptions: dict[str, _Subscription] = {}
         self._stack = AsyncExitStack()
 
@@ -91,7 +98,7 @@ class AsyncEngine:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._thread.stop)
             runner = self._thread.engine.runner
-            self.blocks = await self._open_blocks(runner.cache, stack)
+            await self._open_blocks(runner.cache, stack)
             self._stack = stack.pop_all()
         self.card, self.layout = runner.card, runner.layout
         self.fingerprint = runner.layout.fingerprint(runner.weights_hash)
@@ -221,12 +228,16 @@ class AsyncEngine:
         """Raises AssertionError: says which law of the engine is broken."""
         await self._thread.call(lambda engine: engine.check_integrity())
 
-    async def _open_blocks(self, cache: PagedKvCache, stack: AsyncExitStack) -> BlockAccess:
+    async def _open_blocks(self, cache: PagedKvCache, stack: AsyncExitStack) -> None:
+        self.shared = None
         if cache.is_in_host_memory:
-            return HostBlocks(cache)
-        copies = self._make_copies(cache.tensor.device)
-        staged = StagedBlocks(cache, copies, size_bytes=self._staging_bytes, on_failure=self._thread.fail)
-        return await stack.enter_async_context(staged)
+            self.blocks = HostBlocks(cache)
+            return
+        device, size_bytes = cache.tensor.device, self._config.transfer_staging_bytes
+        staged = StagedBlocks(cache, self._make_copies(device), size_bytes=size_bytes, on_failure=self._thread.fail)
+        self.blocks = await stack.enter_async_context(staged)
+        if self._config.transfer_ipc:
+            self.shared = SharedBlocks(cache, self._make_sharing(device), staged)
 
     def _subscribe(self, request: SequenceRequest, reader: TokenStream | PrefillRun) -> _Subscription:
         if request.sequence_id in self._subscriptions:

@@ -23,6 +23,11 @@ class BlockRead(Protocol):
         """Readable until `release`; None until it is there."""
         ...
 
+    @property
+    def memory_offset(self) -> int | None:
+        """Where a piece that is only named lies in exported memory; see `weir.engine.shared_blocks`."""
+        ...
+
     def release(self) -> None:
         """Nobody reads the payload any more, or wants it; called once."""
         ...
@@ -104,6 +109,10 @@ class HostPiece:
     @property
     def payload(self) -> memoryview:
         return self.memory
+
+    @property
+    def memory_offset(self) -> None:
+        return None
 
     def release(self) -> None:
         """See BlockRead."""

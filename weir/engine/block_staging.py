@@ -47,6 +47,7 @@ class StagedRead:
         self.on_read = on_read
         self.slot: int | None = None
         self.payload: memoryview | None = None
+        self.memory_offset: int | None = None
         self.is_released = False
         self._blocks = blocks
 
@@ -136,7 +137,7 @@ class StagedBlocks:
 
         def copy(slot: torch.Tensor) -> None:
             source = self._cache.block_bytes(block_id)[offset : offset + size_bytes]
-            self._copy([(source, slot[:size_bytes])], after)
+            self.copy([(source, slot[:size_bytes])], after)
 
         read = StagedRead(self, size_bytes, copy, on_read)
         self._line.append(read)
@@ -151,7 +152,7 @@ class StagedBlocks:
 
         def copy() -> None:
             source = torch.frombuffer(memory, dtype=torch.uint8)
-            self._copy([(source, self._cache.block_bytes(block_id)[offset : offset + size_bytes])], after)
+            self.copy([(source, self._cache.block_bytes(block_id)[offset : offset + size_bytes])], after)
 
         return StagedWrite(self, memory, slot, copy)
 
@@ -169,16 +170,22 @@ class StagedBlocks:
         """See BlockAccess."""
 
         def copy() -> None:
-            self._copy(self._cache.token_copies(block_ids, first_token, num_tokens, payload, source_block_size), after)
+            self.copy(self._cache.token_copies(block_ids, first_token, num_tokens, payload, source_block_size), after)
 
         self.start(copy, lambda is_copied: on_written())
 
-    # For the pieces
+    # For the pieces, and for `weir.engine.shared_blocks`
 
     def start(self, copy: Callable[[], None], on_end: Callable[[bool], None]) -> None:
         """Run a copy in a thread; `on_end` hears on the loop that it is over, and whether it did what it should."""
         future = self._executor.submit(copy)
         future.add_done_callback(partial(self._leave_thread, on_end))
+
+    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None) -> None:
+        """In a thread. `after` is waited for here: on the stream of the copies it would hold up those behind it."""
+        if after is not None:
+            after.synchronize()
+        self._copies.start(pairs, after=after).wait()
 
     def read_released(self, read: StagedRead) -> None:
         """Nobody wants a read any more, wherever it stands."""
@@ -211,12 +218,6 @@ class StagedBlocks:
     def _view(self, slot: int, size_bytes: int) -> memoryview:
         start = slot * self.piece_bytes
         return self._memory[start : start + size_bytes]
-
-    def _copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None) -> None:
-        """In a thread. `after` is waited for here: on the stream of the copies it would hold up those behind it."""
-        if after is not None:
-            after.synchronize()
-        self._copies.start(pairs, after=after).wait()
 
     def _leave_thread(self, on_end: Callable[[bool], None], future: Future[None]) -> None:
         if not future.cancelled():

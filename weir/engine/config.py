@@ -42,6 +42,7 @@ class EngineConfig:
             are for a checkpoint of floats, int4 on a CPU for one of four bits.
         num_threads: threads of a step on a CPU; None leaves it to torch.
         transfer_staging_bytes: host memory through which blocks on a device go to other workers or come from them.
+        transfer_ipc: let processes of the same host map blocks on a device.
         compute_share: share of the time for steps, while sequences wait for KV from elsewhere; what is left is for the
             workers of the same cores that compute it.
         kernel_cache_dir: where compiled CPU kernels are kept; None computes with torch alone.
@@ -71,6 +72,7 @@ class EngineConfig:
     quantization: str = "none"
     num_threads: int | None = None
     transfer_staging_bytes: int = 64 << 20
+    transfer_ipc: bool = False
     compute_share: float = 1.0
     kernel_cache_dir: Path | None = Path("~/.cache/weir/kernels")
 

@@ -103,6 +103,10 @@ class WorkerConfig:
         help="pinned host memory through which KV on a GPU goes to other workers or comes from them",
         minimum=1,
     )
+    transfer_ipc: bool = setting(
+        False,
+        help="workers of one host that have this copy KV from GPU to GPU (CUDA IPC); not yet measured",
+    )
     kernel_cache_dir: Path = setting(
         Path("~/.cache/weir/kernels"), help="where the CPU kernels are kept that the first start compiles"
     )
@@ -161,6 +165,7 @@ class WorkerConfig:
             quantization=self.quantization,
             num_threads=self.num_threads,
             transfer_staging_bytes=self.transfer_staging_bytes,
+            transfer_ipc=self.transfer_ipc,
             compute_share=self.compute_share,
             kernel_cache_dir=self.kernel_cache_dir,
         )

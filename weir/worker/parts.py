@@ -43,6 +43,7 @@ class WorkerParts:
             layout=self.engine.layout,
             fingerprint=self.engine.fingerprint,
             secret=self.config.transfer_secret.encode(),
+            memory_domain=self.engine.shared.domain if self.engine.shared is not None else "",
         )
 
 

@@ -34,13 +34,7 @@ def cases() -> Iterator[Case]:
     e4m3_types = {**types, "rows_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
     for form in (quantized_matmul.SMALL, quantized_matmul.LARGE):
         is_split = form == quantized_matmul.SMALL
-        tile = {
-            "M": form.rows,
-            "N": form.outputs,
-            "HAS_BIAS": False,
-            "HAS_PTX": True,
-            "NUM_SPLITS": 4 if is_split else 1,
-        }
+        tile = {"M": form.rows, "N": form.outputs, "HAS_BIAS": not is_split, "HAS_PTX": True}
         output = {"output_ptr": "*fp32" if is_split else "*bf16"}
         for name, constants in WEIGHTS.items():
             yield Case(
