@@ -1,7 +1,7 @@
 """Everything about one GPU in one command of under six minutes: what the card can do, each kernel's results and time,
 the engine, and both services over HTTP beside transformers' paged continuous batching.
 
-    python -m benchmarks.gpu [--budget-s 350] [--only kernels engine ...] [--output FILE] [--scratch DIR]
+    python -m benchmarks.gpu [--budget-s 340] [--only kernels engine ...] [--output FILE] [--scratch DIR]
     python -m benchmarks.gpu --dry-run      # the same code on tiny shapes without a GPU; no figure means anything
 
 It takes what `pip install '.[local]'` brings, and pytest. Prints one table and writes one JSON,
@@ -29,7 +29,7 @@ from benchmarks.gpu_record import CARD_SECTION, Card, Record, Row
 from benchmarks.gpu_section import Section, Situation, processes_of
 
 ROOT = Path(__file__).resolve().parents[1]
-BUDGET_S = 350.0
+BUDGET_S = 340.0
 SCRATCH_BYTES = 20 << 30
 MEMORY_FILES = Path("/dev/shm")
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from benchmarks.gpu_record import Row
 from benchmarks.gpu_section import Begun, Message, Situation
@@ -66,8 +68,6 @@ CASES = (
 
 
 def measure(situation: Situation) -> Iterator[Message]:
-    from transformers.utils import logging
-
     logging.disable_progress_bar()
     for case in CASES:
         if situation.is_dry:
@@ -135,8 +135,6 @@ def transformers_logits(
     source: Path, sequences: list[list[int]], dtype: torch.dtype, device: torch.device
 ) -> list[torch.Tensor]:
     """Of every position, one sequence after the other, on the CPU."""
-    from transformers import AutoModelForCausalLM
-
     model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=True).to(device).eval()
     with torch.inference_mode():
         return [

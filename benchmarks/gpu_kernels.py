@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -36,20 +37,20 @@ def chosen_cases(situation: Situation) -> list[KernelCase]:
 def measure_case(case: KernelCase, situation: Situation, device: torch.device, timer: Timer) -> Row:
     work = case.small if situation.is_dry else case.work
     floor = work.floor
-    row = {"section": SECTION, "name": case.title, "shape": work.shape, "tolerance": work.tolerance}
+    row = Row(section=SECTION, name=case.title, shape=work.shape, tolerance=work.tolerance)
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < work.least_capability:
         least = ".".join(map(str, work.least_capability))
-        return Row(**row, remark=f"not on this card: it takes compute capability {least}")
+        return replace(row, remark=f"not on this card: it takes compute capability {least}")
     torch.manual_seed(0)
     trial = work.make(device)
     error = trial.error()
     if not math.isfinite(error):
-        return Row(**row, failure=f"the difference to the plain computation is {error}")
+        return replace(row, failure=f"the difference to the plain computation is {error}")
     if not case.is_timed:
-        return Row(**row, error=error)
+        return replace(row, error=error)
     seconds, rivals = _seconds(work, trial, device, timer)
-    return Row(
-        **row,
+    return replace(
+        row,
         error=error,
         figure=seconds,
         unit="s",

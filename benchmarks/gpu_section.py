@@ -11,7 +11,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -123,7 +123,7 @@ class Section:
             _stop(process)
 
 
-def processes_of(sections: tuple[Section, ...]) -> ForkServerContext:
+def processes_of(sections: Sequence[Section]) -> ForkServerContext:
     """Where sections are started from; environment variables are those of now."""
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload([section.module for section in sections])
@@ -144,7 +144,7 @@ def _serve(sending: Connection, module: str, situation: Situation) -> None:
 
 def _stop(process: ForkServerProcess) -> None:
     """Interrupted, so that it ends what it has started; killed when it does not."""
-    process.join(1.0)
+    process.join(3.0)
     if process.is_alive() and process.pid is not None:
         os.kill(process.pid, signal.SIGINT)
         process.join(STOP_TIMEOUT_S)

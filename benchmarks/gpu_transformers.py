@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers.utils import logging
 
 from benchmarks.gpu_engine import LLAMA
 from benchmarks.gpu_record import Row
@@ -22,8 +24,7 @@ WAIT_S = 60.0
 
 
 def measure(situation: Situation) -> Iterator[Message]:
-    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
-
+    logging.disable_progress_bar()
     loads = Loads.of(situation)
     yield Begun("loading")
     device = torch.device(situation.device)
