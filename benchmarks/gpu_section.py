@@ -69,7 +69,7 @@ class Section:
 
     Attributes:
         module: has `measure(situation)`, which yields messages.
-        limit_s: it is ended then.
+        limit_s: it is ended then; a dry run has no limit but the whole run's.
         least_s: with less left of the whole run it is not begun.
         is_resumable: after a failure it goes on with what it has not begun.
     """
@@ -82,7 +82,7 @@ class Section:
 
     def run(self, situation: Situation, processes: ForkServerContext, left_s: float) -> Iterator[Card | Row]:
         """What it finds; a failure is a row."""
-        ends_s = time.monotonic() + min(self.limit_s, left_s)
+        ends_s = time.monotonic() + (left_s if situation.is_dry else min(self.limit_s, left_s))
         done: set[str] = set()
         while True:
             last: str | None = None

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 CARD = Card(name="a card", driver="1", python="3", torch="2", triton="3", transformers="5")
 
 
-def run_script(*options: str, timeout_s: float = 300.0) -> subprocess.CompletedProcess[str]:
+def run_script(*options: str, timeout_s: float = 280.0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks.gpu", *options]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
@@ -36,23 +36,37 @@ def run_script(*options: str, timeout_s: float = 300.0) -> subprocess.CompletedP
     )
 
 
+HERE = tuple(section.name for section in SECTIONS if section.name not in ("services", "transformers"))
+"""What takes no processes beside its own, which start for half a minute."""
+
+
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """One of all sections."""
+    """One of the sections of `HERE`."""
     output = tmp_path_factory.mktemp("dry") / "record.json"
-    done = run_script("--dry-run", "--output", str(output))
+    done = run_script("--dry-run", "--output", str(output), "--only", *HERE)
     return done, json.loads(output.read_text())
 
 
-def test_a_dry_run_goes_through_every_section(
-    dry_run: tuple[subprocess.CompletedProcess[str], dict[str, Any]],
-) -> None:
-    done, record = dry_run
+def check_dry_run(done: subprocess.CompletedProcess[str], record: dict[str, Any], sections: set[str]) -> None:
     assert [row for row in record["rows"] if row["failure"]] == [], done.stderr[-2000:]
     assert done.returncode == 0, done.stdout
     assert record["skipped"] == {}
-    assert {row["section"] for row in record["rows"]} == {section.name for section in SECTIONS}
+    assert {row["section"] for row in record["rows"]} == sections
     assert "no figure means anything" in done.stdout
+
+
+def test_a_dry_run_goes_through_its_sections(
+    dry_run: tuple[subprocess.CompletedProcess[str], dict[str, Any]],
+) -> None:
+    check_dry_run(*dry_run, set(HERE))
+
+
+@pytest.mark.full
+def test_a_dry_run_serves_over_http_and_by_transformers(tmp_path: Path) -> None:
+    output = tmp_path / "record.json"
+    done = run_script("--dry-run", "--output", str(output), "--only", "services", "transformers")
+    check_dry_run(done, json.loads(output.read_text()), {"card", "services", "transformers"})
 
 
 def test_a_dry_run_holds_every_kind_of_kernel_against_its_plain_form(
@@ -73,7 +87,7 @@ def test_the_record_says_what_ran_where(dry_run: tuple[subprocess.CompletedProce
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_in_one_line() -> None:
-    done = run_script()
+    done = run_script("--only", "card")
     assert done.returncode == 2
     assert len(done.stdout.splitlines()) == 1
     assert "no CUDA device" in done.stdout
@@ -84,7 +98,7 @@ def run_section(module: str, scratch: Path, *, is_resumable: bool, limit_s: floa
     section = Section(
         name="section", module=f"tests.benchmarks.{module}", limit_s=limit_s, least_s=0, is_resumable=is_resumable
     )
-    found = section.run(Situation(device="cpu", scratch=scratch), processes_of((section,)), left_s=limit_s)
+    found = section.run(Situation(device="cuda:0", scratch=scratch), processes_of((section,)), left_s=600.0)
     return [row for row in found if isinstance(row, Row)]
 
 
