@@ -12,6 +12,7 @@ import torch
 from benchmarks.floor import Floor, Peaks
 from benchmarks.kernel_cases.attention import DecodeAttention, Heads, PrefillAttention, RotateAndStore
 from benchmarks.kernel_cases.blocks import CopyBlocks
+from benchmarks.kernel_cases.draws import RejectionSample, Sample
 from benchmarks.kernel_cases.experts import LoraMatmul, Moe
 from benchmarks.kernel_cases.quantized import QuantizedMatmul, QuantizeRows
 from benchmarks.kernel_cases.rows import AddRmsNorm, GateAndMul, InvariantLinear, RmsNorm, RotaryEmbedding
@@ -62,6 +63,9 @@ BY_HAND: list[tuple[Work, Floor]] = [
         LoraMatmul(num_tokens=5, num_adapters=2, rank=4, num_inputs=10, num_outputs=6),
         Floor(num_bytes=2 * (2 * 4 * 16 + 3 * 22), flops=2 * 3 * 4 * 16),
     ),
+    (Sample(num_rows=3, vocab_size=50, top_p=0.9), Floor(num_bytes=4 * 150)),
+    # of each sequence three rows of logits and two of what drafted
+    (RejectionSample(num_seqs=3, num_drafts=2, vocab_size=50), Floor(num_bytes=4 * 3 * 5 * 50)),
     (CopyBlocks(num_copies=3, block_bytes=80), Floor(num_bytes=480)),
 ]
 
