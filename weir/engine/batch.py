@@ -131,10 +131,10 @@ class Batch:
         return self.input_ids.shape[0]
 
     @classmethod
-    def on_host(cls, arrays: BatchArrays) -> Batch:
-        """The memory of `arrays` itself."""
-        tensors = {name: torch.from_numpy(getattr(arrays, name)) for name in TENSOR_FIELDS}
-        return cls(**tensors, num_decodes=arrays.num_decodes)
+    def on_host(cls, arrays: BatchArrays, chosen: torch.Tensor | None = None) -> Batch:
+        """The memory of `arrays` itself; `chosen` as in `on_device`."""
+        tensors = [torch.from_numpy(getattr(arrays, name)) for name in (*TENSOR_FIELDS, *_LATE_FIELDS)]
+        return cls._of_tensors(tensors, arrays, chosen)
 
     @classmethod
     def on_device(
@@ -146,8 +146,14 @@ class Batch:
             chosen: the tokens that the previous step chose, where `arrays` has late rows.
             into: see `Staging.send`; of equal numbers of sequences and tokens all but the tables' width lies the same.
         """
-        names = (*TENSOR_FIELDS, "late_rows", "late_sources")
-        *tensors, late_rows, late_sources = staging.send([getattr(arrays, name) for name in names], into)
+        tensors = staging.send([getattr(arrays, name) for name in (*TENSOR_FIELDS, *_LATE_FIELDS)], into)
+        return cls._of_tensors(tensors, arrays, chosen)
+
+    @classmethod
+    def _of_tensors(
+        cls, all_tensors: Sequence[torch.Tensor], arrays: BatchArrays, chosen: torch.Tensor | None
+    ) -> Batch:
+        *tensors, late_rows, late_sources = all_tensors
         batch = cls(**dict(zip(TENSOR_FIELDS, tensors, strict=True)), num_decodes=arrays.num_decodes)
         if len(late_rows):
             assert chosen is not None, "late tokens of no step"
@@ -155,6 +161,7 @@ class Batch:
         return batch
 
 
+_LATE_FIELDS = ("late_rows", "late_sources")
 TENSOR_FIELDS = tuple(name for name in Batch.__slots__ if name != "num_decodes")
 
 AnyBatch: TypeAlias = Batch | PlannedBatch

@@ -101,8 +101,9 @@ class ColdBlocks:
             self._disk = DiskBlocks(
                 disk_directory, num_disk_slots, block_bytes, on_drop=self._note_dropped, executor=executor
             )
-        # So much of host memory is on disk too, before it is needed: an admission takes many slots at once.
-        self._num_spare = max(1, num_host_slots // 4)
+        # So much of host memory is on disk too, before it is needed: one admission may take many slots, for what it
+        # evicts and for what it reads.
+        self._num_spare = max(1, num_host_slots // 2)
         self._last_copy: dict[int, BlockCopy] = {}
         self._departing: deque[_DiskMove] = deque()
         self._arriving: dict[BlockHash, _DiskMove] = {}

@@ -14,7 +14,6 @@ import torch
 
 from weir.core.block_hash import BlockHash
 from weir.core.errors import ConfigError
-from weir.engine.huge_pages import prefer_huge_pages
 
 
 class HostBlocks:
@@ -42,11 +41,11 @@ class HostBlocks:
         self._block_bytes = block_bytes
         self._on_drop = on_drop
         mapping = mmap.mmap(-1, num_slots * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        prefer_huge_pages(mapping)
         self._bytes = memoryview(mapping)
         self.tensor = torch.frombuffer(self._bytes, dtype=torch.uint8).view(num_slots, block_bytes)
         if device.type == "cuda":
             _pin(self.tensor)
+        self.tensor.zero_()  # taken now, so that it is not missing in the middle of a stream
         self._free = list(reversed(range(num_slots)))
         self._slot_of: OrderedDict[BlockHash, int] = OrderedDict()
         """The least recently used first."""

@@ -152,6 +152,8 @@ class ModelRunner:
                 return self.plan.run(Batch.on_host(arrays))
             if self._graphs is not None and self._graphs.fits(arrays):
                 return self._graphs.run(arrays, chosen)
+            if self._device.type == "cpu":
+                return self.compute(Batch.on_host(arrays, chosen))
             return self.compute(Batch.on_device(arrays, self._staging, chosen))
 
     def compute(self, batch: Batch) -> torch.Tensor:
