@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.noise import Purpose, gumbel
-from kernels.sample import Draw, draw_uniforms, sample, sample_reference
+from kernels.sample import Draw, sample, sample_reference
 from kernels.staging import to_device
 
 LEAST_SHARE = 2.0**-60
@@ -58,15 +58,19 @@ def rejection_sample_reference(
     scaled = logits.double() / temperatures.double()[:, None]
     probs = torch.softmax(scaled, dim=1).view(shape)[:, :-1]
     drafts = draft_token_ids.clamp(min=0)[:, :, None]
-    numbers = draw_uniforms(draws, 1, Purpose.ACCEPTANCE, device).view(drawn.shape)[:, :-1]
+    numbers = _uniforms(draws, 1, Purpose.ACCEPTANCE, device).view(drawn.shape)[:, :-1]
     is_likely = numbers * draft_probs.gather(2, drafts)[:, :, 0] < probs.gather(2, drafts)[:, :, 0]
     is_accepted = torch.where(greedy, drawn[:, :-1] == draft_token_ids, is_likely)
 
     rest = torch.maximum(probs - draft_probs, probs * LEAST_SHARE)
-    noise = gumbel(draw_uniforms(draws, vocab_size, Purpose.RECOVERY, device)).view(shape)[:, :-1]
+    noise = gumbel(_uniforms(draws, vocab_size, Purpose.RECOVERY, device)).view(shape)[:, :-1]
     is_replaced = ~greedy & (draft_token_ids >= 0) & (drawn[:, :-1] >= 0)
     drawn[:, :-1] = torch.where(is_replaced, (rest.log() + noise).argmax(dim=2), drawn[:, :-1])
     return _verify(draft_token_ids, is_accepted, drawn)
+
+
+def _uniforms(draws: Sequence[Draw], num_tokens: int, purpose: Purpose, device: torch.device) -> torch.Tensor:
+    return torch.stack([draw.noise_key(purpose).uniforms(num_tokens, device) for draw in draws])
 
 
 def _verify(draft_token_ids: torch.Tensor, is_accepted: torch.Tensor, drawn: torch.Tensor) -> Verified:

@@ -21,10 +21,12 @@ import torch
 
 from kernels.cpu.plan import Plan
 from kernels.cpu.structs import SampleRowStruct
-from kernels.noise import Purpose, gumbel, uniforms
+from kernels.noise import NoiseKey, Purpose, gumbel
 from kernels.staging import to_device
+from kernels.top_tokens import top_tokens
 
 LEAST_TEMPERATURE = 1e-30
+NUM_LIKELIEST = 4096
 _MASK = 2**64 - 1
 
 
@@ -55,6 +57,9 @@ class Draw:
     def is_truncated(self, vocab_size: int) -> bool:
         return not self.is_greedy and (self.num_likeliest(vocab_size) < vocab_size or self.top_p < 1 or self.min_p > 0)
 
+    def noise_key(self, purpose: Purpose = Purpose.TOKEN) -> NoiseKey:
+        return NoiseKey(seed=self.seed, choice_index=self.choice_index, position=self.position, purpose=purpose)
+
     def num_likeliest(self, vocab_size: int) -> int:
         """To how many tokens `top_k` limits the choice."""
         return self.top_k if 0 < self.top_k < vocab_size else vocab_size
@@ -75,50 +80,46 @@ class Drawn:
 
 
 def sample_reference(scores: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """Plain torch, on whatever device: token ids [num_draws] int64 of `scores` [num_rows, vocab_size]."""
-    device, vocab_size = scores.device, scores.shape[1]
-    scores = scores[_column([draw.row for draw in draws], device)].double()
-    best = scores.amax(dim=1, keepdim=True)  # a number that is none is the best of its row
-    temperatures = _column([1.0 if draw.is_greedy else draw.temperature for draw in draws], device)[:, None]
-    race = (scores - best) / temperatures
-    if truncated := [place for place, draw in enumerate(draws) if draw.is_truncated(vocab_size)]:
-        places = _column(truncated, device)
-        kept = _kept(race[places].exp(), scores[places], [draws[place] for place in truncated])
-        race[places] = race[places].masked_fill(~kept, -torch.inf)
-    if drawn := [place for place, draw in enumerate(draws) if not draw.is_greedy]:
-        places = _column(drawn, device)
-        race[places] += gumbel(draw_uniforms([draws[place] for place in drawn], vocab_size, Purpose.TOKEN, device))
-    token_ids = torch.arange(vocab_size, device=device)
-    chosen = torch.where(race == race.amax(dim=1, keepdim=True), token_ids, vocab_size).amin(dim=1)
-    return torch.where(best[:, 0].isfinite(), chosen, -1)
+    """Plain torch, on whatever device: token ids [num_draws] int64 of `scores` [num_rows, vocab_size] float32. One row
+    after the other: what it takes stays in a processor's cache."""
+    return torch.stack([_sample_row(scores[draw.row], draw) for draw in draws])
 
 
-def draw_uniforms(draws: Sequence[Draw], num_tokens: int, purpose: Purpose, device: torch.device) -> torch.Tensor:
-    """A number for each token, float64 [num_draws, num_tokens]."""
-    seeds = _column([(draw.seed + 2**63 & _MASK) - 2**63 for draw in draws], device)
-    choices = _column([draw.choice_index for draw in draws], device)
-    positions = _column([draw.position for draw in draws], device)
-    return uniforms(seeds, choices, positions, num_tokens, purpose)
+def _sample_row(scores: torch.Tensor, draw: Draw) -> torch.Tensor:
+    best = scores.amax().double()  # a number that is none is the best of its row
+    if not bool(best.isfinite()):
+        return torch.tensor(-1, device=scores.device)
+    race = scores.double() - best
+    token_ids = torch.arange(len(scores), device=scores.device)
+    if not draw.is_greedy:
+        race /= draw.temperature
+        if draw.is_truncated(len(scores)):
+            token_ids = _kept(race.exp(), scores, draw).nonzero()[:, 0]
+            race = race[token_ids] + gumbel(draw.noise_key().uniforms_at(token_ids))
+        else:
+            race += gumbel(draw.noise_key().uniforms(len(scores), scores.device))
+    return token_ids[race == race.amax()].amin()
 
 
-def _column(values: Sequence[float], device: torch.device) -> torch.Tensor:
-    dtype = torch.float64 if isinstance(values[0], float) else torch.int64
-    return torch.tensor(values, dtype=dtype, device=device)
-
-
-def _kept(weights: torch.Tensor, scores: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """Which tokens may be chosen, [num_rows, vocab_size] bool."""
-    device, vocab_size = weights.device, weights.shape[1]
-    top_k = _column([draw.num_likeliest(vocab_size) for draw in draws], device)[:, None]
-    top_p = _column([float(draw.top_p) for draw in draws], device)[:, None]
-    min_p = _column([min(float(draw.min_p), 1.0) for draw in draws], device)[:, None]
-    order = torch.sort(scores, dim=1, descending=True, stable=True).indices
-    weights = weights.gather(1, order)
-    is_kept = (weights >= min_p) & (torch.arange(vocab_size, device=device) < top_k)
-    sums = weights.masked_fill(~is_kept, 0).cumsum(dim=1)
-    # A token is kept while those before it do not make up top-p yet; so the first always is.
-    is_kept[:, 1:] &= (sums[:, :-1] < top_p * sums[:, -1:]) | (top_p >= 1)
-    return torch.zeros_like(is_kept).scatter(1, order, is_kept)
+def _kept(weights: torch.Tensor, scores: torch.Tensor, draw: Draw) -> torch.Tensor:
+    """Which tokens may be chosen, [vocab_size] bool."""
+    vocab_size = len(scores)
+    is_kept = weights >= min(draw.min_p, 1.0)
+    top_k = draw.num_likeliest(vocab_size)
+    if top_k == vocab_size and draw.top_p >= 1:
+        return is_kept
+    total = weights.masked_fill(~is_kept, 0).sum()
+    # To put so many in order is mostly enough for top-p.
+    for num_ordered in (top_k,) if top_k < vocab_size else (min(NUM_LIKELIEST, vocab_size), vocab_size):
+        order = top_tokens(scores[None], num_ordered)[0]
+        is_first = is_kept[order]
+        if draw.top_p < 1:
+            sums = weights[order].masked_fill(~is_first, 0).cumsum(0)
+            # A token is kept while those before it do not make up top-p yet; so the first always is.
+            is_first[1:] &= sums[:-1] < draw.top_p * (sums[-1] if top_k < vocab_size else total)
+        if not is_first[-1]:
+            break
+    return torch.zeros_like(is_kept).scatter(0, order, is_first)
 
 
 def sample_cpu(plan: Plan, scores: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:

@@ -64,7 +64,7 @@ INLINE void noise_words(uint64_t seed, uint32_t position, uint32_t choice, int g
   philox(words, seed);
 }
 
-inline double gumbel(uint32_t word) { return -log(-log1p(-(word + 0.5) * 0x1p-32)); }
+inline double gumbel(uint32_t word) { return -log(-log(1 - (word + 0.5) * 0x1p-32)); }
 
 // At least `gumbel`, and at most 0.06 more where that is above 3: -log(-log(1 - u)) is at most -log(u), and the bits of a
 // float, as a number, are at most its logarithm.

@@ -18,4 +18,4 @@ def plain_uniform(seed: int, choice: int, position: int, token_id: int, purpose:
 
 
 def plain_noise(seed: int, choice: int, position: int, token_id: int) -> float:
-    return -math.log(-math.log1p(-plain_uniform(seed, choice, position, token_id)))
+    return -math.log(-math.log(1 - plain_uniform(seed, choice, position, token_id)))

@@ -12,7 +12,7 @@ from kernels.gpu.rejection_sample import rejection_sample_triton
 from kernels.gpu.sample import PIECE, pack_draws
 from kernels.noise import Purpose
 from kernels.rejection_sample import Verified, rejection_sample, rejection_sample_reference
-from kernels.sample import Draw, draw_uniforms, sample_reference
+from kernels.sample import Draw, sample_reference
 
 
 def draws_of(num_seqs: int, num_drafts: int, **fields: float) -> list[Draw]:
@@ -32,7 +32,7 @@ def chi_square(token_ids: torch.Tensor, probs: torch.Tensor) -> float:
 @pytest.mark.parametrize("temperature", [0.7, 2.0])
 def test_tokens_come_as_often_as_their_logits_say(temperature: float) -> None:
     """Of drafts from another distribution, drawn with the noise of the places that they are for."""
-    num_seqs, vocab_size = 6000, 6
+    num_seqs, vocab_size = 1200, 6
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn((3, vocab_size), generator=generator)
     draft_probs = torch.softmax(torch.randn((2, vocab_size), generator=generator), dim=1)
@@ -43,10 +43,10 @@ def test_tokens_come_as_often_as_their_logits_say(temperature: float) -> None:
 
     probs = torch.softmax(logits.double() / temperature, dim=1)
     overlap = torch.minimum(probs[:2], draft_probs.double()).sum(dim=1)
-    assert float((found.num_accepted > 0).double().mean()) == pytest.approx(float(overlap[0]), abs=0.02)
+    assert float((found.num_accepted > 0).double().mean()) == pytest.approx(float(overlap[0]), abs=0.05)
     for place in range(3):
         there = found.token_ids[:, place][found.num_accepted >= place]
-        assert len(there) > 500
+        assert len(there) > 200
         assert chi_square(there, probs[place]) < 20.5, "five degrees of freedom, p = 0.001"
 
 
@@ -65,18 +65,18 @@ def test_without_probabilities_the_tokens_are_those_of_drawing_one_by_one() -> N
 
 def test_without_probabilities_a_draft_is_accepted_as_often_as_it_is_likely() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
-    drafts = torch.full((4000, 1), 1)
-    found = rejection_sample(drafts, None, logits.repeat(8000, 1), draws_of(4000, 1))
+    drafts = torch.full((1000, 1), 1)
+    found = rejection_sample(drafts, None, logits.repeat(2000, 1), draws_of(1000, 1))
     probs = torch.softmax(logits[0].double(), dim=0)
-    assert float(found.num_accepted.double().mean()) == pytest.approx(float(probs[1]), abs=0.03)
+    assert float(found.num_accepted.double().mean()) == pytest.approx(float(probs[1]), abs=0.05)
     assert chi_square(found.token_ids[:, 0], probs) < 16.3, "three degrees of freedom, p = 0.001"
 
 
 def test_what_a_draft_is_accepted_by_and_replaced_by_are_independent() -> None:
     (draw,) = draws_of(1, 0)
     device = torch.device("cpu")
-    numbers = [draw_uniforms([draw], 64, purpose, device) for purpose in Purpose]
-    assert len(set(torch.cat(numbers).flatten().tolist())) == 3 * 64
+    numbers = [draw.noise_key(purpose).uniforms(64, device) for purpose in Purpose]
+    assert len(set(torch.cat(numbers).tolist())) == 3 * 64
 
 
 @pytest.mark.parametrize("vocab_size", [7, 65, PIECE + 3])

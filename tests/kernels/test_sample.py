@@ -11,8 +11,8 @@ import torch
 
 import kernels.gpu.sample
 from kernels.gpu.sample import PIECE, pack_draws, sample_triton
-from kernels.noise import Purpose, philox, uniforms
-from kernels.sample import Draw, draw_uniforms, sample_cpu, sample_reference
+from kernels.noise import NoiseKey, Purpose, philox
+from kernels.sample import Draw, sample_cpu, sample_reference
 from tests.kernels.cpu_library import SETS, make_sampling_plan
 from tests.kernels.plain_noise import plain_noise, plain_uniform
 
@@ -35,10 +35,6 @@ def body(request: pytest.FixtureRequest) -> Iterator[Body]:
         plan.close()
 
 
-def _words(*values: int) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.tensor([value]) for value in values)
-
-
 @pytest.mark.parametrize(
     ("counter", "key", "expected"),
     [
@@ -52,9 +48,9 @@ def _words(*values: int) -> tuple[torch.Tensor, ...]:
     ],
 )
 def test_philox_gives_the_known_answers(
-    counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]
+    counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]
 ) -> None:
-    found = philox(_words(*counter), _words(*key))  # type: ignore[arg-type]
+    found = philox(tuple(torch.tensor([word]) for word in counter), key)  # type: ignore[arg-type]
     assert tuple(int(word) for word in found) == expected
 
 
@@ -66,17 +62,19 @@ def test_a_draws_numbers_are_the_same_in_every_version() -> None:
 
 @pytest.mark.parametrize("purpose", list(Purpose))
 def test_numbers_are_a_function_of_seed_choice_position_purpose_and_token(purpose: Purpose) -> None:
-    keys = [(0, 0, 0), (2**64 - 1, 0, 1), (-1, 7, 2**20), (12345678901234567890, 1, 3)]
-    draws = [Draw(row=0, seed=seed, choice_index=choice, position=position) for seed, choice, position in keys]
-    found = draw_uniforms(draws, 131, purpose, CPU)
-    for row, key in zip(found.tolist(), keys, strict=True):
-        assert row == [plain_uniform(*key, token_id, purpose) for token_id in range(131)]
-    assert len(set(found.flatten().tolist())) == found.numel()
+    found = []
+    for seed, choice, position in [(0, 0, 0), (2**64 - 1, 0, 1), (-1, 7, 2**20), (12345678901234567890, 1, 3)]:
+        key = NoiseKey(seed=seed, choice_index=choice, position=position, purpose=purpose)
+        numbers = key.uniforms(131, CPU)
+        assert numbers.tolist() == [plain_uniform(seed, choice, position, each, purpose) for each in range(131)]
+        assert torch.equal(key.uniforms_at(torch.tensor([130, 0, 77])), numbers[[130, 0, 77]])
+        found += numbers.tolist()
+    assert len(set(found)) == 4 * 131
 
 
 def test_numbers_are_even_and_never_0_or_1() -> None:
-    positions = torch.arange(50)
-    found = uniforms(torch.full((50,), 3), torch.zeros(50, dtype=torch.int64), positions, 4000, Purpose.TOKEN)
+    keys = [NoiseKey(seed=3, choice_index=0, position=position) for position in range(50)]
+    found = torch.stack([key.uniforms(4000, CPU) for key in keys])
     counts = torch.histc(found.float(), bins=100, min=0, max=1)
     assert 0 < found.min() < found.max() < 1
     assert float(((counts - 2000) ** 2 / 2000).sum()) < 149, "99 degrees of freedom, p = 0.001"
