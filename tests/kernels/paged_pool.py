@@ -69,7 +69,7 @@ class Context:
     seq_lens: torch.Tensor
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
-    kv_scales: torch.Tensor | None
+    kv_scales: torch.Tensor | None = None
 
 
 def fill(
