@@ -113,7 +113,9 @@ class FakeModelRunner:
 
     def execute(self, items: Sequence[ScheduledSequence], chosen: torch.Tensor | None = None) -> torch.Tensor:
         items = [
-            item if item.late_source is None else replace(item, token_ids=(int(chosen[item.late_source]),))  # type: ignore[index]
+            item
+            if item.late_source is None
+            else replace(item, token_ids=(int(chosen[item.late_source]),), late_source=None)  # type: ignore[index]
             for item in items
         ]
         batch = Batch.on_host(BatchArrays.from_scheduled(items, self.layout.block_size))
