@@ -47,7 +47,7 @@ def test_tokens_come_as_often_as_their_logits_say(temperature: float) -> None:
     for place in range(3):
         there = found.token_ids[:, place][found.num_accepted >= place]
         assert len(there) > 200
-        assert chi_square(there, probs[place]) < 20.5, "five degrees of freedom, p = 0.001"
+        assert chi_square(there, probs[place]) < 24.6, "five degrees of freedom, p = 0.001 for all six together"
 
 
 def test_without_probabilities_the_tokens_are_those_of_drawing_one_by_one() -> None:
