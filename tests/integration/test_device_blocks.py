@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from tests.fakes.hidden_cache import FileSharing, LateCopies
 from tests.fakes.worker_pair import GREEDY, until, within
 from tests.integration.engines import real_pair
 from tests.integration.test_same_tokens import LENGTHS, SHAPES, answers, check
-from weir.core.errors import HandoffLostError, HopFailedError, UnavailableError
+from weir.core.errors import HandoffLostError, HopFailedError, UnavailableError, WeirError
 from weir.core.request import RequestId
 
 PROMPT = tuple(range(5, 40))  # 9 blocks of 4, in three steps of at most 16 tokens
@@ -165,7 +165,8 @@ async def test_a_device_that_copies_no_more_ends_its_engine_and_no_wrong_token_g
         copies.failure = RuntimeError("the device is gone")
         request, key = pair.request(PROMPT)
         stream = pair.gateway.open(request, key, pair.source)
-        await within(pair.start_prefill(request, key))
+        with suppress(WeirError):  # blocks are copied while later chunks are computed: the prefill may end with them
+            await within(pair.start_prefill(request, key))
         await until(lambda: engine.stats().failure is not None)
         if fails_at == "prefill":  # its process ends then
             await pair.server.__aexit__(None, None, None)
