@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, cast
 from weir.core.errors import TransferProtocolError
 
 if TYPE_CHECKING:
-    from kv_transfer.blocks import PeerMemory
+    from kv_transfer import blocks
     from weir.engine.async_engine import AsyncEngine
     from weir.engine.block_access import BlockWrite
     from weir.engine.claim import ImportTarget
-    from weir.engine.memory_sharing import MappedMemory
+    from weir.engine.memory_sharing import PeerMemory
 
 
 class EngineBlockSink:
@@ -40,21 +40,21 @@ class EngineBlockSink:
         block_index: int,
         slab_offset: int,
         size_bytes: int,
-        memory: PeerMemory,
+        memory: blocks.PeerMemory,
         memory_offset: int,
-        on_pulled: Callable[[], None],
+        on_pulled: Callable[[bool], None],
     ) -> None:
         """Copy a piece of that block from the source's memory; not into a shared one. Raises as `target` does."""
         self._check(block_index)
         if block_index * self.block_size < self._num_cached_tokens:
-            on_pulled()
+            on_pulled(True)
             return
         assert self._shared is not None, "memory that was never mapped"
         self._shared.pull(
             self._block_ids[block_index],
             slab_offset,
             size_bytes,
-            cast("MappedMemory", memory),  # made by `SharedBlocks.map`
+            cast("PeerMemory", memory),  # made by `SharedBlocks.map`
             memory_offset,
             on_pulled,
         )

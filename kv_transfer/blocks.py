@@ -17,12 +17,7 @@ class SourcePiece(Protocol):
 
     @property
     def payload(self) -> memoryview | None:
-        """Its bytes, readable until `release`; None until they are there, and for a piece that is only named."""
-        ...
-
-    @property
-    def memory_offset(self) -> int | None:
-        """Where a piece that is only named lies in the source's memory; None until it may be copied from there."""
+        """Its bytes, readable until `release`; None until they are there."""
         ...
 
     def release(self) -> None:
@@ -57,20 +52,21 @@ class BlockSource(Protocol):
         """
         ...
 
-    def locate(self, block_index: int, slab_offset: int, on_read: Callable[[], None]) -> SourcePiece:
-        """Name a piece of a block that is ready, for a sink that has mapped the source's memory.
-
-        Args:
-            on_read: as of `read`, for the `memory_offset`.
-        """
+    def locate(self, block_index: int, slab_offset: int) -> int:
+        """Where a piece of a block that is ready lies in the source's memory, for a sink that reads it there."""
         ...
 
 
 class PeerMemory(Protocol):
-    """KV memory of a source that was mapped into this process; only a sink can do more with it."""
+    """KV memory of a source that this process can read; only a sink can do more with it."""
 
     @property
     def size_bytes(self) -> int: ...
+
+    @property
+    def is_lost(self) -> bool:
+        """It could be read, and cannot any more."""
+        ...
 
 
 class SinkPiece(Protocol):
@@ -116,12 +112,12 @@ class BlockSink(Protocol):
         size_bytes: int,
         memory: PeerMemory,
         memory_offset: int,
-        on_pulled: Callable[[], None],
+        on_pulled: Callable[[bool], None],
     ) -> None:
         """Copy a piece out of the source's memory, whose size was checked. Only asked when both block sizes are equal.
 
         Args:
-            on_pulled: called once, maybe at once: it is there, and nothing writes any more for this call.
+            on_pulled: called once, maybe at once, with whether the piece is there; nothing writes any more for it.
         """
         ...
 

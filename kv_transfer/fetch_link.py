@@ -96,6 +96,8 @@ class FetchLink:
         if self._failure is not None:
             return  # lost since it was asked for: the hand-off stays idle
         self._handoffs[handoff.key] = handoff
+        if self._memory is not None and self._memory.is_lost:
+            self._memory = None  # from now on frames carry the blocks
         memory = self._memory if self.connection.peer.block_size == self._identity.layout.block_size else None
         handoff.start(self.connection, incarnation=incarnation, deadline=deadline, memory=memory)
 

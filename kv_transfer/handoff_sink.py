@@ -21,13 +21,13 @@ from kv_transfer.flow_control import ReceiveWindow
 from kv_transfer.handshake import Peer
 from kv_transfer.piece_order import PieceOrder
 from kv_transfer.transfer_state import Received, Seal, SinkState
-from kv_transfer.wire import failure_from_proto, seal_from_proto
+from kv_transfer.wire import abort_frame, failure_from_proto, seal_from_proto
 from protos.common_pb2 import ErrorDetail
 from protos.convert import key_to_proto
 from protos.kv_transfer_pb2 import Blocks, Commit, Credit, Fetch, Frame, Nack, Piece
 from protos.kv_transfer_pb2 import Seal as SealFrame
 from weir.core.deadline import Clock, Deadline
-from weir.core.errors import HopFailedError, TransferProtocolError
+from weir.core.errors import HandoffError, HopFailedError, TransferProtocolError
 from weir.core.request import HandoffKey
 
 MAX_NACKS = 64
@@ -364,10 +364,17 @@ class HandoffSink:
         for piece in named:
             assert self._memory is not None
             self._num_placing += 1
-            on_pulled = partial(self._placed, self._window, piece.size_bytes)
+            on_pulled = partial(self._pulled, self._window, piece.size_bytes)
             self._sink.pull(
                 piece.block_index, piece.slab_offset, piece.size_bytes, self._memory, piece.memory_offset, on_pulled
             )
+
+    def _pulled(self, window: ReceiveWindow, credit_bytes: int, is_there: bool) -> None:
+        if not is_there and self.is_live and window is self._window:
+            failure = HandoffError(f"{self.key}: the source's memory cannot be read", hop="transfer")
+            self._send(abort_frame(self.key, failure))
+            self.fail(failure)
+        self._placed(window, credit_bytes)
 
     def _placed(self, window: ReceiveWindow, credit_bytes: int) -> None:
         """The sink has done with a piece or a block, which maybe came on an earlier connection."""

@@ -56,7 +56,11 @@ class _Reading:
     slab_offset: int
     size_bytes: int
     is_first: bool  # it was never sent before
-    piece: SourcePiece
+    piece: SourcePiece | None  # None for one that is only named
+
+    @property
+    def can_be_sent(self) -> bool:
+        return self.piece is None or self.piece.payload is not None
 
 
 class HandoffSource:
@@ -295,7 +299,7 @@ class HandoffSource:
         while self._read_next():
             pass
         if self._readings:
-            return self._take_reading() if self._is_there(self._readings[0].piece) else None
+            return self._take_reading() if self._readings[0].can_be_sent else None
         if self._seal is None or self._resends or self._next_block < self._num_ready_blocks:
             return None
         self._state = SourceState.SENT
@@ -334,19 +338,14 @@ class HandoffSource:
             self._next_block, self._next_offset = block_index + 1, 0
         else:
             self._next_offset += size_bytes
-        if self._is_pulled:
-            piece = self._source.locate(block_index, offset, self._read_ended)
-        else:
-            piece = self._source.read(block_index, offset, size_bytes, self._read_ended)
-        if not self._is_there(piece):
-            self._num_reads += 1
-        self._readings.append(
-            _Reading(block_index=block_index, slab_offset=offset, size_bytes=size_bytes, is_first=is_first, piece=piece)
+        piece = None if self._is_pulled else self._source.read(block_index, offset, size_bytes, self._read_ended)
+        reading = _Reading(
+            block_index=block_index, slab_offset=offset, size_bytes=size_bytes, is_first=is_first, piece=piece
         )
+        if not reading.can_be_sent:
+            self._num_reads += 1
+        self._readings.append(reading)
         return True
-
-    def _is_there(self, piece: SourcePiece) -> bool:
-        return (piece.memory_offset if self._is_pulled else piece.payload) is not None
 
     def _read_ended(self) -> None:
         self._num_reads -= 1
@@ -369,12 +368,12 @@ class HandoffSource:
             num_tokens=num_tokens,
         )
         self._sequence_number += 1
-        payload = reading.piece.payload
-        if payload is None:
-            assert reading.piece.memory_offset is not None
-            blocks.memory_offset, blocks.size_bytes = reading.piece.memory_offset, reading.size_bytes
+        if reading.piece is None:
+            blocks.memory_offset = self._source.locate(reading.block_index, reading.slab_offset)
+            blocks.size_bytes = reading.size_bytes
         elif self._link.peer.uses_checksums:
-            blocks.checksum = xxh3_64_intdigest(payload)
+            assert reading.piece.payload is not None
+            blocks.checksum = xxh3_64_intdigest(reading.piece.payload)
             if reading.is_first:
                 self._digest.update(blocks.checksum.to_bytes(8, "little"))
         if reading.is_first:
@@ -386,7 +385,9 @@ class HandoffSource:
         self._resends.clear()
         self._read_ahead_bytes = 0
         while self._readings:
-            self._readings.popleft().piece.release()
+            piece = self._readings.popleft().piece
+            if piece is not None:
+                piece.release()
 
     def _refuse_fetch(self, why: str) -> None:
         self._detach(handoff_lost_frame(self.key, HandoffLostError(f"{self.key}: {why}", hop="transfer")))

@@ -33,7 +33,7 @@ class EngineBlockSource:
         """A piece of the prompt's block at `block_index`."""
         return self._blocks.read(self._block_ids[block_index], slab_offset, size_bytes, on_read)
 
-    def locate(self, block_index: int, slab_offset: int, on_read: Callable[[], None]) -> BlockRead:
-        """Name such a piece to a worker that has mapped the engine's memory."""
+    def locate(self, block_index: int, slab_offset: int) -> int:
+        """Where such a piece lies in the engine's memory."""
         assert self._shared is not None, "memory that was never exported"
         return self._shared.locate(self._block_ids[block_index], slab_offset)

@@ -23,7 +23,7 @@ from weir.engine.async_engine import AsyncEngine
 from weir.engine.batch import Batch, BatchArrays, ScheduledSequence
 from weir.engine.block_copies import BlockCopies
 from weir.engine.config import EngineConfig
-from weir.engine.memory_sharing import CudaSharing
+from weir.engine.memory_sharing import open_sharing
 from weir.engine.paged_kv_cache import PagedKvCache
 
 VOCAB_SIZE = 997
@@ -134,13 +134,15 @@ class FakeEngine(AsyncEngine):
         self, *, copies: LateCopies | None = None, sharing: FileSharing | None = None, **settings: Any
     ) -> None:
         options: dict[str, Any] = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 16, "max_num_batched_tokens": 16}
+        if sharing is not None:
+            options["transfer_memory"] = "cuda_ipc"
         self.copies = copies
         self.sharing = sharing
         super().__init__(
-            EngineConfig(model_dir=Path("/nowhere"), transfer_ipc=sharing is not None, **options | settings),
+            EngineConfig(model_dir=Path("/nowhere"), **options | settings),
             load_runner=self._load,
             make_copies=lambda device: copies or BlockCopies(device),
-            make_sharing=lambda device: sharing or CudaSharing(device),
+            open_sharing=open_sharing if sharing is None else sharing.open,
         )
 
     def _load(self, config: EngineConfig) -> CountingRunner:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 
 from weir.core.errors import UnavailableError
 from weir.engine.block_copies import BlockCopies, BlockCopy
-from weir.engine.memory_sharing import MappedMemory
+from weir.engine.block_staging import StagedBlocks
+from weir.engine.cuda_sharing import MappedMemory
 from weir.engine.paged_kv_cache import LayerCache, PagedKvCache
 
 
@@ -31,10 +33,10 @@ def hide_from_host(cache: PagedKvCache, file: Path | None = None) -> PagedKvCach
 
 
 class FileSharing:
-    """A `MemorySharing` of caches that are kept in files.
+    """A `MemorySharing` of caches that are kept in files; opened by the engine it is given to.
 
     Attributes:
-        failure: what `map` raises.
+        failure: what `map` raises, and then every read ends with.
         num_mapped: mappings made.
     """
 
@@ -45,7 +47,11 @@ class FileSharing:
         self.failure: UnavailableError | None = None
         self.num_mapped = 0
 
-    def export(self, cache: PagedKvCache) -> bytes:
+    def open(self, way: str, cache: PagedKvCache, copies: StagedBlocks) -> FileSharing:
+        self._copies = copies
+        return self
+
+    def export(self) -> bytes:
         return str(self.file).encode()
 
     def map(self, handle: bytes) -> MappedMemory:
@@ -53,7 +59,27 @@ class FileSharing:
             raise self.failure
         self.num_mapped += 1
         file = Path(handle.decode())
-        return MappedMemory(torch.from_file(str(file), shared=True, size=file.stat().st_size, dtype=torch.uint8))
+        mapped = torch.from_file(str(file), shared=True, size=file.stat().st_size, dtype=torch.uint8)
+        return FileMemory(self, mapped, self._copies)
+
+    def close(self) -> None:
+        pass
+
+
+class FileMemory(MappedMemory):
+    """A `PeerMemory` that can be lost."""
+
+    def __init__(self, sharing: FileSharing, mapped: torch.Tensor, copies: StagedBlocks) -> None:
+        super().__init__(mapped, copies)
+        self._sharing = sharing
+
+    def read(self, offset: int, destination: torch.Tensor) -> Future[None]:
+        if self._sharing.failure is None:
+            return super().read(offset, destination)
+        self.is_lost = True
+        over: Future[None] = Future()
+        over.set_exception(self._sharing.failure)
+        return over
 
 
 class LateCopies(BlockCopies):

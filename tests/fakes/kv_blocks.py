@@ -29,25 +29,12 @@ def tokens_of(layout: KvLayout, num_tokens: int, seed: int) -> np.ndarray:
     return np.stack([token_bytes_of(layout, index, seed) for index in range(num_tokens)])
 
 
-@dataclass(frozen=True, slots=True)
-class LocatedPiece:
-    """A `SourcePiece` that is only named."""
-
-    memory_offset: int
-
-    @property
-    def payload(self) -> None:
-        return None
-
-    def release(self) -> None:
-        pass
-
-
 @dataclass
 class FakeMemory:
     """The memory of a prefill worker as a decode worker has mapped it: what is in it is looked up when it is copied."""
 
     regions: list[memoryview] = field(default_factory=list)
+    is_lost: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -101,9 +88,9 @@ class FakeSource:
         slab = memoryview(self.slabs[block_index]).cast("B").toreadonly()
         return HostPiece(slab[slab_offset : slab_offset + size_bytes])
 
-    def locate(self, block_index: int, slab_offset: int, on_read: Callable[[], None]) -> LocatedPiece:
+    def locate(self, block_index: int, slab_offset: int) -> int:
         assert not self.is_closed, "named after on_end"
-        return LocatedPiece((self.region << 32) + block_index * self.block_bytes + slab_offset)
+        return (self.region << 32) + block_index * self.block_bytes + slab_offset
 
     def close(self) -> None:
         """The blocks are somebody else's now: whatever still looks at them sees garbage."""
@@ -146,13 +133,14 @@ class FakeSink:
         size_bytes: int,
         memory: PeerMemory,
         memory_offset: int,
-        on_pulled: Callable[[], None],
+        on_pulled: Callable[[bool], None],
     ) -> None:
         assert isinstance(memory, FakeMemory)
-        slab = memoryview(self.slabs[block_index]).cast("B")
-        slab[slab_offset : slab_offset + size_bytes] = memory.view(memory_offset, size_bytes)
-        self.num_pulled_bytes += size_bytes
-        on_pulled()
+        if not memory.is_lost:
+            slab = memoryview(self.slabs[block_index]).cast("B")
+            slab[slab_offset : slab_offset + size_bytes] = memory.view(memory_offset, size_bytes)
+            self.num_pulled_bytes += size_bytes
+        on_pulled(not memory.is_lost)
 
     def absorb(
         self,
@@ -192,8 +180,6 @@ class FakeSink:
 
 class SlowRead:
     """A piece that is copied to host memory a while after it was asked for."""
-
-    memory_offset = None
 
     def __init__(self, source: SlowSource, slab: memoryview, on_read: Callable[[], None]) -> None:
         self.payload: memoryview | None = None
@@ -279,7 +265,7 @@ class SlowSink(FakeSink):
         size_bytes: int,
         memory: PeerMemory,
         memory_offset: int,
-        on_pulled: Callable[[], None],
+        on_pulled: Callable[[bool], None],
     ) -> None:
         self.num_open += 1
 

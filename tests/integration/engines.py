@@ -12,7 +12,7 @@ from tests.fakes.worker_pair import WorkerPair
 from weir.engine.async_engine import AsyncEngine
 from weir.engine.block_copies import BlockCopies
 from weir.engine.config import EngineConfig
-from weir.engine.memory_sharing import CudaSharing
+from weir.engine.memory_sharing import open_sharing
 from weir.engine.step_computation import Runner, load_model_runner
 
 MAX_MODEL_LEN = 512
@@ -46,15 +46,14 @@ def engine_of(
         "max_num_seqs": 16,
         "max_num_batched_tokens": 64,
         "num_threads": 1,
-        "transfer_ipc": sharing is not None,
     }
     if sharing is not None:
-        defaults["kernel_cache_dir"] = None
+        defaults |= {"transfer_memory": "cuda_ipc", "kernel_cache_dir": None}
     return AsyncEngine(
         EngineConfig(model_dir=model_dir, block_size=block_size, device="cpu", **defaults | settings),
         load_runner=load,
         make_copies=lambda device: copies or BlockCopies(device),
-        make_sharing=lambda device: sharing or CudaSharing(device),
+        open_sharing=open_sharing if sharing is None else sharing.open,
     )
 
 

@@ -15,10 +15,11 @@ import pytest
 
 from tests.fakes.async_engine import CountingPair, counting_pair, expected_tokens
 from tests.fakes.hidden_cache import FileSharing, LateCopies
+from tests.fakes.nixl import needs_nixl
 from tests.fakes.worker_pair import GREEDY, until, within
 from tests.integration.engines import real_pair
 from tests.integration.test_same_tokens import LENGTHS, SHAPES, answers, check
-from weir.core.errors import HandoffLostError, HopFailedError, UnavailableError, WeirError
+from weir.core.errors import HandoffError, HandoffLostError, HopFailedError, UnavailableError, WeirError
 from weir.core.request import RequestId
 
 PROMPT = tuple(range(5, 40))  # 9 blocks of 4, in three steps of at most 16 tokens
@@ -278,6 +279,37 @@ async def test_blocks_that_were_given_back_while_they_were_copied_give_no_token(
         assert isinstance(stream.error, HandoffLostError)
         assert stream.token_ids == []
         pair.prefill.release([other_key])
+        await pair.assert_at_rest()
+
+
+async def test_frames_carry_the_blocks_after_memory_could_not_be_read(tmp_path: Path) -> None:
+    async with sharing_pair(tmp_path) as (pair, _, sharing):
+        await pair.generate(PROMPT)
+        sharing.failure = UnavailableError("the peer's memory is out of reach")
+        request, key = pair.request(OTHER_PROMPT)
+        stream = pair.gateway.open(request, key, pair.source)
+        with suppress(WeirError):  # blocks are read while later chunks are computed: the prefill may end with them
+            await within(pair.start_prefill(request, key))
+        await within(stream.ended.wait())
+        assert isinstance(stream.error, HandoffError)
+        assert stream.token_ids == []
+        _, (stream,) = await pair.generate(OTHER_PROMPT)
+        assert tuple(stream.token_ids) == expected_tokens(OTHER_PROMPT, 8)
+        assert pair.client.stats.bytes_by_transport["tcp"] >= len(OTHER_PROMPT) * 16
+        await pair.assert_at_rest()
+
+
+@needs_nixl
+async def test_a_model_gives_the_tokens_of_one_engine_over_nixl(tiny_model_dir: Path) -> None:
+    expected = await answers(tiny_model_dir)
+    nixl = {"transfer_memory": "nixl"}
+    async with real_pair(
+        tiny_model_dir, prefill=nixl | {"copies": LateCopies()}, decode=nixl | {"copies": LateCopies()}
+    ) as pair:
+        await check(pair, expected)
+        await check(pair, expected)
+        assert pair.client.stats.bytes_by_transport["tcp"] == 0
+        assert pair.client.stats.bytes_by_transport["memory"] > 0
         await pair.assert_at_rest()
 
 

@@ -22,7 +22,7 @@ from protos.kv_transfer_pb2 import Seal as SealFrame
 from tests.fakes.kv_blocks import FakeSink, FakeSource, tokens_of
 from tests.kv_transfer.identities import FIRST_TOKEN, LAYOUT, make_key, with_block_size
 from weir.core.deadline import Deadline
-from weir.core.errors import HandoffLostError, TransferProtocolError, WrongIncarnationError
+from weir.core.errors import HandoffError, HandoffLostError, TransferProtocolError, WrongIncarnationError
 from weir.core.kv_layout import KvLayout
 from weir.core.worker import Incarnation, WorkerId
 
@@ -104,7 +104,7 @@ class PendingSink(FakeSink):
         size_bytes: int,
         memory: PeerMemory,
         memory_offset: int,
-        on_pulled: Callable[[], None],
+        on_pulled: Callable[[bool], None],
     ) -> None:
         self.writes.append(
             partial(super().pull, block_index, slab_offset, size_bytes, memory, memory_offset, on_pulled)
@@ -720,6 +720,47 @@ def test_what_came_before_in_frames_is_not_pulled_again() -> None:
     bench.handoff.committed()
     bench.assert_arrived()
     assert bench.memory.num_pulled_bytes == 2 * LAYOUT.block_bytes
+
+
+@pytest.mark.parametrize("num_right", [0, 4, 8])
+def test_a_piece_that_cannot_be_read_fails_its_handoff_and_the_others_are_waited_for(num_right: int) -> None:
+    bench, memory = pending_bench(is_pulled=True)
+    bench.start()
+    bench.handoff.attach_sink(memory)
+    bench.run()
+    for _ in range(num_right):
+        memory.writes.pop(0)()
+    bench.blocks.memory.is_lost = True
+    memory.writes.pop(0)()
+    assert bench.handoff.state is SinkState.FAILED
+    assert isinstance(bench.handoff.failure, HandoffError)
+    assert "cannot be read" in bench.handoff.failure.message
+    assert bench.link.sent[-1].HasField("abort"), "the source is told to let go"
+    while memory.writes:
+        assert bench.handoff.is_placing
+        memory.writes.pop(0)()
+    assert not bench.handoff.is_placing
+    assert not any(frame.HasField("commit") for frame in bench.link.sent)
+
+
+def test_a_piece_that_an_earlier_connection_could_not_read_is_pulled_again() -> None:
+    bench, memory = pending_bench(is_pulled=True)
+    bench.start()
+    bench.handoff.attach_sink(memory)
+    bench.run()
+    bench.handoff.stop()
+    bench.source.link_lost(bench.source.link)  # type: ignore[arg-type]
+    bench.start()
+    bench.blocks.memory.is_lost = True
+    for _ in range(3 * 3):
+        memory.writes.pop(0)()
+    assert bench.handoff.is_live
+    bench.blocks.memory.is_lost = False
+    bench.run()
+    for write in memory.writes:
+        write()
+    bench.handoff.committed()
+    bench.assert_arrived()
 
 
 def test_credit_bounds_what_is_being_pulled() -> None:

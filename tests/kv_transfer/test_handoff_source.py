@@ -479,8 +479,6 @@ def test_it_awaits_computation_only_while_it_is_fetched_and_owes_nothing() -> No
 class PendingRead:
     """A piece that is there when the test says so."""
 
-    memory_offset = None
-
     def __init__(self, slab: memoryview, on_read: Callable[[], None]) -> None:
         self.payload: memoryview | None = None
         self.is_released = False

@@ -7,6 +7,7 @@ whatever is still on the way from the thread. So an abort is final the moment it
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -29,7 +30,7 @@ from weir.engine.config import EngineConfig
 from weir.engine.engine import Engine
 from weir.engine.engine_thread import EngineThread
 from weir.engine.kv_events import KvEvents
-from weir.engine.memory_sharing import CudaSharing, MemorySharing
+from weir.engine.memory_sharing import MemorySharing, open_sharing
 from weir.engine.outbox import News
 from weir.engine.paged_kv_cache import PagedKvCache
 from weir.engine.prefill_run import PrefillProgress, PrefillRun
@@ -38,6 +39,8 @@ from weir.engine.shared_blocks import SharedBlocks
 from weir.engine.stats import EngineStats
 from weir.engine.step_computation import Runner, load_model_runner
 from weir.engine.token_stream import SequenceNews, TokenStream
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -61,7 +64,7 @@ class AsyncEngine:
     Args:
         load_runner: makes the model; called in the engine's thread.
         make_copies: makes what copies blocks of that device to the host and back.
-        make_sharing: makes what maps blocks on that device into other processes.
+        open_sharing: see `weir.engine.memory_sharing`.
         clock: the one that deadlines are on.
 
     Attributes:
@@ -83,13 +86,13 @@ class AsyncEngine:
         *,
         load_runner: Callable[[EngineConfig], Runner] = load_model_runner,
         make_copies: Callable[[torch.device], BlockCopies] = BlockCopies,
-        make_sharing: Callable[[torch.device], MemorySharing] = CudaSharing,
+        open_sharing: Callable[[str, PagedKvCache, StagedBlocks], MemorySharing] = open_sharing,
         clock: Clock = time.monotonic,
     ) -> None:
         self._thread = EngineThread(config, load_runner=load_runner, deliver=self._dispatch, clock=clock)
         self._config = config
         self._make_copies = make_copies
-        self._make_sharing = make_sharing
+        self._open_sharing = open_sharing
         self._subscriptions: dict[str, _Subscription] = {}
         self._stack = AsyncExitStack()
 
@@ -230,14 +233,19 @@ class AsyncEngine:
 
     async def _open_blocks(self, cache: PagedKvCache, stack: AsyncExitStack) -> None:
         self.shared = None
+        way = self._config.transfer_memory
         if cache.is_in_host_memory:
+            if way != "none":
+                logger.warning("transfer_memory: %r is for KV on a GPU; here frames carry it", way)
             self.blocks = HostBlocks(cache)
             return
         device, size_bytes = cache.tensor.device, self._config.transfer_staging_bytes
         staged = StagedBlocks(cache, self._make_copies(device), size_bytes=size_bytes, on_failure=self._thread.fail)
         self.blocks = await stack.enter_async_context(staged)
-        if self._config.transfer_ipc:
-            self.shared = SharedBlocks(cache, self._make_sharing(device), staged)
+        if way != "none":
+            sharing = await asyncio.to_thread(self._open_sharing, way, cache, staged)
+            stack.callback(sharing.close)
+            self.shared = SharedBlocks(cache, sharing, staged)
 
     def _subscribe(self, request: SequenceRequest, reader: TokenStream | PrefillRun) -> _Subscription:
         if request.sequence_id in self._subscriptions:

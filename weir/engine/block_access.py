@@ -21,11 +21,6 @@ class BlockRead(Protocol):
         """Readable until `release`; None until it is there."""
         ...
 
-    @property
-    def memory_offset(self) -> int | None:
-        """Where a piece that is only named lies in exported memory; see `weir.engine.shared_blocks`."""
-        ...
-
     def release(self) -> None:
         """Nobody reads the payload any more, or wants it; called once."""
         ...
@@ -102,10 +97,6 @@ class HostPiece:
     @property
     def payload(self) -> memoryview:
         return self.memory
-
-    @property
-    def memory_offset(self) -> None:
-        return None
 
     def release(self) -> None:
         """See BlockRead."""

@@ -20,6 +20,7 @@ from typing import Self
 
 import torch
 
+from weir.core.errors import UnavailableError
 from weir.engine.block_copies import BlockCopies
 from weir.engine.paged_kv_cache import PagedKvCache
 
@@ -47,7 +48,6 @@ class StagedRead:
         self.on_read = on_read
         self.slot: int | None = None
         self.payload: memoryview | None = None
-        self.memory_offset: int | None = None
         self.is_released = False
         self._blocks = blocks
 
@@ -174,8 +174,15 @@ class StagedBlocks:
 
     def start(self, copy: Callable[[], None], on_end: Callable[[bool], None]) -> None:
         """Run a copy in a thread; `on_end` hears on the loop that it is over, and whether it did what it should."""
-        future = self._executor.submit(copy)
-        future.add_done_callback(partial(self._leave_thread, on_end))
+        self.follow(self.submit(copy), on_end)
+
+    def submit(self, copy: Callable[[], None]) -> Future[None]:
+        """Run a copy in a thread."""
+        return self._executor.submit(copy)
+
+    def follow(self, over: Future[None], on_end: Callable[[bool], None]) -> None:
+        """As `start` does, for a copy that runs already."""
+        over.add_done_callback(partial(self._leave_thread, on_end))
 
     def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """In a thread, which waits for the end."""
@@ -219,7 +226,9 @@ class StagedBlocks:
                 self._loop.call_soon_threadsafe(self._ended, on_end, future.exception())
 
     def _ended(self, on_end: Callable[[bool], None], error: BaseException | None) -> None:
-        if error is not None:
+        if isinstance(error, UnavailableError):
+            logger.warning("%s", error.message)  # a peer's memory: this device goes on
+        elif error is not None:
             logger.critical("a copy of blocks has failed", exc_info=error)
             self._on_failure(error)
         on_end(error is None)

@@ -12,6 +12,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = (*DTYPES, "int8", "fp8")
 DEVICES = ("auto", "cpu", "cuda")
 """Or one GPU: `cuda:0`."""
+TRANSFER_MEMORIES = ("none", "cuda_ipc", "nixl")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
 """Tokens of one step where none are set. On two CPU cores 256 keep a step of a small model under 1 s."""
@@ -42,7 +43,7 @@ class EngineConfig:
             are for a checkpoint of floats, int4 on a CPU for one of four bits.
         num_threads: threads of a step on a CPU; None leaves it to torch.
         transfer_staging_bytes: host memory through which blocks on a device go to other workers or come from them.
-        transfer_ipc: let processes of the same host map blocks on a device.
+        transfer_memory: how other workers read blocks on a device where they lie: none, cuda_ipc or nixl.
         compute_share: share of the time for steps, while sequences wait for KV from elsewhere; what is left is for the
             workers of the same cores that compute it.
         kernel_cache_dir: where compiled CPU kernels are kept; None computes with torch alone.
@@ -72,7 +73,7 @@ class EngineConfig:
     quantization: str = "none"
     num_threads: int | None = None
     transfer_staging_bytes: int = 64 << 20
-    transfer_ipc: bool = False
+    transfer_memory: str = "none"
     compute_share: float = 1.0
     kernel_cache_dir: Path | None = Path("~/.cache/weir/kernels")
 
@@ -81,6 +82,7 @@ class EngineConfig:
             ("dtype", DTYPES),
             ("kv_cache_dtype", KV_CACHE_DTYPES),
             ("quantization", QUANTIZATIONS),
+            ("transfer_memory", TRANSFER_MEMORIES),
         ):
             value = getattr(self, name)
             if value not in allowed:

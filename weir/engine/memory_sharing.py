@@ -1,115 +1,74 @@
-"""A cache on a GPU as other processes of the same host map it: CUDA IPC. Bytes in, bytes out; it copies nothing."""
+"""How one process reads another's KV cache where it lies, without that one's help: what a way to do so has to offer.
+
+`cuda_sharing` maps a GPU of the same host; `nixl_sharing` reads over whatever NIXL finds between two hosts.
+"""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from concurrent.futures import Future
+from typing import Protocol
 
 import torch
-from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from weir.core.errors import UnavailableError
+from weir.engine.block_staging import StagedBlocks
+from weir.engine.cuda_sharing import CudaSharing
+from weir.engine.nixl_sharing import NixlSharing
 from weir.engine.paged_kv_cache import PagedKvCache
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-
-@dataclass(frozen=True, slots=True)
-class MappedMemory:
-    """A cache of another process; mapped for as long as this lives.
+class PeerMemory(Protocol):
+    """A cache of another process, readable for as long as this lives.
 
     Attributes:
-        tensor: [size_bytes] of uint8.
+        size_bytes: of the cache.
+        is_lost: a read has failed, and others will.
     """
 
-    tensor: torch.Tensor
+    size_bytes: int
+    is_lost: bool
 
-    @property
-    def size_bytes(self) -> int:
-        return self.tensor.numel()
+    def read(self, offset: int, destination: torch.Tensor) -> Future[None]:
+        """Start to copy the bytes from `offset` on into `destination`, and hold it until that is over; never blocks.
+
+        Args:
+            destination: [size] of uint8, of this engine's cache.
+
+        Raises:
+            UnavailableError: by the future: the peer cannot be read any more. Other errors are of this device.
+        """
+        ...
 
 
 class MemorySharing(Protocol):
-    """A way to map one process's cache into another."""
+    """A way to read caches, for one engine.
 
-    @property
-    def domain(self) -> str:
-        """Whose handles can be mapped here; equal on both sides."""
-        ...
+    Attributes:
+        domain: whose handles mean something here; equal on both sides.
+    """
 
-    def export(self, cache: PagedKvCache) -> bytes:
-        """A handle for one process to map; the cache outlives it.
+    domain: str
+
+    def export(self) -> bytes:
+        """A handle of this engine's cache for one peer; the cache outlives it.
 
         Raises:
             UnavailableError: there is none.
         """
         ...
 
-    def map(self, handle: bytes) -> MappedMemory:
-        """Map what a handle of the same domain names; may block.
+    def map(self, handle: bytes) -> PeerMemory:
+        """What a handle of the same domain names; may block.
 
         Raises:
-            UnavailableError: it cannot be mapped here.
+            UnavailableError: it cannot be reached from here.
         """
         ...
 
-
-class CudaSharing:
-    """A `MemorySharing` between processes that see the same GPU, or GPUs that reach each other.
-
-    A handle is what torch itself sends between processes, as JSON: it comes from a peer, so it is never unpickled.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-        self._device = device
-        self.domain = f"cuda-ipc/{boot_id}/torch-{torch.__version__}" if boot_id else ""
-
-    def export(self, cache: PagedKvCache) -> bytes:
-        """See MemorySharing."""
-        try:
-            _, *parts = cache.tensor.untyped_storage()._share_cuda_()
-        except RuntimeError as exc:
-            raise UnavailableError(f"CUDA gives no handle: {exc}") from exc
-        return json.dumps(
-            {
-                "gpu": _uuid(self._device.index or 0),
-                "size_bytes": cache.tensor.nbytes,
-                "parts": [part.hex() if isinstance(part, bytes) else part for part in parts],
-            }
-        ).encode()
-
-    def map(self, handle: bytes) -> MappedMemory:
-        """See MemorySharing."""
-        try:
-            fields: dict[str, Any] = json.loads(handle)
-            gpus = [index for index in range(torch.cuda.device_count()) if _uuid(index) == fields["gpu"]]
-            memory, storage_bytes, offset, counter, counter_offset, event, has_event = fields["parts"]
-            if not gpus:
-                raise UnavailableError(f"the GPU {fields['gpu']} is not visible to this process")
-            tensor = rebuild_cuda_tensor(
-                torch.Tensor,
-                (fields["size_bytes"],),
-                (1,),
-                0,
-                torch.UntypedStorage,
-                torch.uint8,
-                gpus[0],
-                bytes.fromhex(memory),
-                storage_bytes,
-                offset,
-                False,
-                bytes.fromhex(counter),
-                counter_offset,
-                bytes.fromhex(event),
-                has_event,
-            )
-        except (ValueError, KeyError, TypeError, RuntimeError) as exc:
-            raise UnavailableError(f"the handle of a peer's KV memory: {exc}") from exc
-        return MappedMemory(tensor)
+    def close(self) -> None:
+        """Nobody reads any more, on either side."""
+        ...
 
 
-def _uuid(device_index: int) -> str:
-    return str(torch.cuda.get_device_properties(device_index).uuid)
+def open_sharing(way: str, cache: PagedKvCache, copies: StagedBlocks) -> MemorySharing:
+    """The way that `transfer_memory` names; may block. Raises ConfigError if it does not work here."""
+    return CudaSharing(cache, copies) if way == "cuda_ipc" else NixlSharing(cache)

@@ -1,49 +1,29 @@
-"""Blocks that a worker of the same host copies out of this one's cache itself, or this one out of another's.
+"""Blocks that another worker copies out of this one's cache itself, or this one out of another's.
 
-Only whether a block may be read is waited for here; that it stays what it is, is the transfer's to know.
+That a block stays what it is while it is read, is the transfer's to know.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from weir.engine.block_staging import StagedBlocks
-from weir.engine.memory_sharing import MappedMemory, MemorySharing
+from weir.engine.memory_sharing import MemorySharing, PeerMemory
 from weir.engine.paged_kv_cache import PagedKvCache
 
 
-@dataclass(slots=True, eq=False)
-class LocatedPiece:
-    """A piece that is only named.
-
-    Attributes:
-        memory_offset: where it lies in the exported memory.
-    """
-
-    memory_offset: int
-
-    @property
-    def payload(self) -> None:
-        """There is none here."""
-        return None
-
-    def release(self) -> None:
-        """Nothing was taken for it."""
-
-
 class SharedBlocks:
-    """One engine's cache, for those who map it, and what this engine maps.
+    """One engine's cache, for those who read it, and what this engine reads.
 
     Args:
-        threads: runs the copies, and what else waits for the device.
+        copies: tells the loop of copies that are over.
     """
 
-    def __init__(self, cache: PagedKvCache, sharing: MemorySharing, threads: StagedBlocks) -> None:
+    def __init__(self, cache: PagedKvCache, sharing: MemorySharing, copies: StagedBlocks) -> None:
         self._cache = cache
         self._sharing = sharing
-        self._threads = threads
+        self._copies = copies
 
     @property
     def domain(self) -> str:
@@ -52,29 +32,25 @@ class SharedBlocks:
 
     def export(self) -> bytes:
         """A handle for one peer."""
-        return self._sharing.export(self._cache)
+        return self._sharing.export()
 
-    async def map(self, handle: bytes) -> MappedMemory:
-        """Map a peer's cache, off the loop. Raises UnavailableError where that cannot be."""
+    async def map(self, handle: bytes) -> PeerMemory:
+        """A peer's cache, found off the loop. Raises UnavailableError where that cannot be."""
         return await asyncio.to_thread(self._sharing.map, handle)
 
-    def locate(self, block_id: int, offset: int) -> LocatedPiece:
-        """Name a piece of a block to a worker that has mapped the cache."""
-        return LocatedPiece(block_id * self._cache.layout.block_bytes + offset)
+    def locate(self, block_id: int, offset: int) -> int:
+        """Where a block's bytes from `offset` on lie in the exported memory."""
+        return block_id * self._cache.layout.block_bytes + offset
 
     def pull(
         self,
         block_id: int,
         offset: int,
         size_bytes: int,
-        memory: MappedMemory,
+        memory: PeerMemory,
         memory_offset: int,
-        on_pulled: Callable[[], None],
+        on_pulled: Callable[[bool], None],
     ) -> None:
-        """Copy bytes of a peer's cache into a block; `on_pulled` hears on the loop that it is over."""
-
-        def copy() -> None:
-            source = memory.tensor[memory_offset : memory_offset + size_bytes]
-            self._threads.copy([(source, self._cache.block_bytes(block_id)[offset : offset + size_bytes])])
-
-        self._threads.start(copy, lambda is_copied: on_pulled())
+        """Copy bytes of a peer's cache into a block; `on_pulled` hears on the loop that it is over, and if it did."""
+        destination = self._cache.block_bytes(block_id)[offset : offset + size_bytes]
+        self._copies.follow(memory.read(memory_offset, destination), on_pulled)

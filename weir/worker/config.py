@@ -10,7 +10,7 @@ from pathlib import Path
 
 from weir.core.errors import ConfigError
 from weir.core.redis_url import RedisUrl
-from weir.engine.config import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineConfig
+from weir.engine.config import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, TRANSFER_MEMORIES, EngineConfig
 from weir.runtime.config import setting
 from weir.runtime.logs import FORMATS, LEVELS
 
@@ -103,9 +103,11 @@ class WorkerConfig:
         help="pinned host memory through which KV on a GPU goes to other workers or comes from them",
         minimum=1,
     )
-    transfer_ipc: bool = setting(
-        False,
-        help="workers of one host that have this copy KV from GPU to GPU (CUDA IPC); not yet measured",
+    transfer_memory: str = setting(
+        "none",
+        help="workers alike in this copy KV out of each other's GPUs: cuda_ipc on one host, nixl between hosts; "
+        "not yet measured",
+        choices=TRANSFER_MEMORIES,
     )
     kernel_cache_dir: Path = setting(
         Path("~/.cache/weir/kernels"), help="where the CPU kernels are kept that the first start compiles"
@@ -165,7 +167,7 @@ class WorkerConfig:
             quantization=self.quantization,
             num_threads=self.num_threads,
             transfer_staging_bytes=self.transfer_staging_bytes,
-            transfer_ipc=self.transfer_ipc,
+            transfer_memory=self.transfer_memory,
             compute_share=self.compute_share,
             kernel_cache_dir=self.kernel_cache_dir,
         )

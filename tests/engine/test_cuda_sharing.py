@@ -11,10 +11,21 @@ import torch
 
 from weir.core.errors import UnavailableError
 from weir.core.kv_layout import KvLayout
-from weir.engine.memory_sharing import CudaSharing
+from weir.engine.block_copies import BlockCopies
+from weir.engine.block_staging import StagedBlocks
+from weir.engine.cuda_sharing import CudaSharing
 from weir.engine.paged_kv_cache import PagedKvCache
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=64, block_size=16, kv_dtype="float16")
+
+
+def copies_of(cache: PagedKvCache) -> StagedBlocks:
+    return StagedBlocks(cache, BlockCopies(cache.tensor.device), size_bytes=1, on_failure=lambda error: None)
+
+
+def sharing_of(device: torch.device) -> CudaSharing:
+    cache = PagedKvCache(LAYOUT, 1, device)
+    return CudaSharing(cache, copies_of(cache))
 
 
 @pytest.mark.parametrize(
@@ -30,17 +41,17 @@ LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=64, block_size=16, kv_d
 )
 def test_a_handle_that_means_nothing_here_is_refused(handle: bytes) -> None:
     with pytest.raises(UnavailableError):
-        CudaSharing(torch.device("cuda")).map(handle)
+        sharing_of(torch.device("cpu")).map(handle)
 
 
 def test_the_domain_names_this_start_of_this_host() -> None:
-    first, second = CudaSharing(torch.device("cuda")), CudaSharing(torch.device("cuda", 0))
+    first, second = sharing_of(torch.device("cpu")), sharing_of(torch.device("cpu"))
     assert first.domain == second.domain != ""
 
 
 def read_mapped(pipe: Connection) -> None:
     """In another process: what it sees of the cache."""
-    memory = CudaSharing(torch.device("cuda")).map(pipe.recv())
+    memory = sharing_of(torch.device("cuda")).map(pipe.recv())
     pipe.send((memory.size_bytes, memory.tensor.cpu().numpy().tobytes()))
     pipe.recv()
 
@@ -54,7 +65,7 @@ def test_another_process_sees_the_cache() -> None:
     ours, theirs = context.Pipe()
     process = context.Process(target=read_mapped, args=(theirs,))
     process.start()
-    ours.send(CudaSharing(cache.tensor.device).export(cache))
+    ours.send(CudaSharing(cache, copies_of(cache)).export())
     assert ours.recv() == (cache.tensor.nbytes, cache.tensor.view(torch.uint8).cpu().numpy().tobytes())
     ours.send("done")
     process.join(30)
