@@ -22,9 +22,9 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.host_copy import to_device
 from kernels.noise import Purpose, gumbel
 from kernels.sample import Draw, sample, sample_reference
-from kernels.staging import to_device
 
 LEAST_SHARE = 2.0**-60
 """Of p, what a token keeps of it in the distribution that replaces a draft: where rounding takes all, p is left."""

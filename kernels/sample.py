@@ -21,8 +21,8 @@ import torch
 
 from kernels.cpu.plan import Plan
 from kernels.cpu.structs import SampleRowStruct
+from kernels.host_copy import to_device
 from kernels.noise import NoiseKey, Purpose, gumbel
-from kernels.staging import to_device
 from kernels.top_tokens import top_tokens
 
 LEAST_TEMPERATURE = 1e-30

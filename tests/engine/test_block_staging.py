@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
-from tests.fakes.hidden_cache import LateCopies, hide_from_host
+from tests.fakes.hidden_cache import HeldCopies, hide_from_host
 from tests.fakes.worker_pair import until, within
 from weir.core.kv_layout import KvLayout
 from weir.engine.block_access import BlockAccess, HostBlocks
@@ -33,7 +33,7 @@ def make_cache(layout: KvLayout = LAYOUT) -> PagedKvCache:
 class Bench:
     """A hidden cache, and what was in it at the start."""
 
-    def __init__(self, staged: StagedBlocks, cache: PagedKvCache, copies: LateCopies) -> None:
+    def __init__(self, staged: StagedBlocks, cache: PagedKvCache, copies: HeldCopies) -> None:
         self.staged = staged
         self.cache = cache
         self.copies = copies
@@ -53,7 +53,7 @@ class Bench:
 
 @asynccontextmanager
 async def bench(num_slots: int = 2) -> AsyncIterator[Bench]:
-    cache, copies = hide_from_host(make_cache()), LateCopies()
+    cache, copies = hide_from_host(make_cache()), HeldCopies()
     staged = StagedBlocks(
         cache, copies, size_bytes=num_slots * SIZE, on_failure=lambda error: made.failures.append(error)
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.fakes.hidden_cache import FileSharing, LateCopies, hide_from_host
+from tests.fakes.hidden_cache import FileSharing, HeldCopies, hide_from_host
 from tests.fakes.worker_pair import WorkerPair
 from weir.core.kv_layout import KvLayout
 from weir.core.model_card import ModelCard
@@ -131,7 +131,7 @@ class FakeEngine(AsyncEngine):
     runner: CountingRunner
 
     def __init__(
-        self, *, copies: LateCopies | None = None, sharing: FileSharing | None = None, **settings: Any
+        self, *, copies: HeldCopies | None = None, sharing: FileSharing | None = None, **settings: Any
     ) -> None:
         options: dict[str, Any] = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 16, "max_num_batched_tokens": 16}
         if sharing is not None:

@@ -82,7 +82,7 @@ class FileMemory(MappedMemory):
         return over
 
 
-class LateCopies(BlockCopies):
+class HeldCopies(BlockCopies):
     """Copies run freely until `hold`; then each needs an `allow`. Bytes move at the very end of a copy, not before.
 
     Attributes:
@@ -117,7 +117,7 @@ class LateCopies(BlockCopies):
     def start(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> BlockCopy:
         with self._changed:
             self.num_started += 1
-        return _LateCopy(self, list(pairs))
+        return _HeldCopy(self, list(pairs))
 
     def end(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """In the thread that waits for a copy."""
@@ -131,8 +131,8 @@ class LateCopies(BlockCopies):
             self.num_ended += 1
 
 
-class _LateCopy(BlockCopy):
-    def __init__(self, copies: LateCopies, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+class _HeldCopy(BlockCopy):
+    def __init__(self, copies: HeldCopies, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().__init__(None)
         self._copies = copies
         self._pairs = pairs

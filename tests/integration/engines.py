@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.fakes.hidden_cache import FileSharing, LateCopies, hide_from_host
+from tests.fakes.hidden_cache import FileSharing, HeldCopies, hide_from_host
 from tests.fakes.worker_pair import WorkerPair
 from weir.engine.async_engine import AsyncEngine
 from weir.engine.block_copies import BlockCopies
@@ -23,7 +23,7 @@ def engine_of(
     model_dir: Path,
     *,
     block_size: int = 16,
-    copies: LateCopies | None = None,
+    copies: HeldCopies | None = None,
     sharing: FileSharing | None = None,
     **settings: Any,
 ) -> AsyncEngine:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.fakes.async_engine import CountingPair, counting_pair, expected_tokens
-from tests.fakes.hidden_cache import FileSharing, LateCopies
+from tests.fakes.hidden_cache import FileSharing, HeldCopies
 from tests.fakes.nixl import needs_nixl
 from tests.fakes.worker_pair import GREEDY, until, within
 from tests.integration.engines import real_pair
@@ -32,9 +32,9 @@ LONG = replace(GREEDY, max_tokens=40)
 @asynccontextmanager
 async def device_pair(
     *, prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, **options: Any
-) -> AsyncIterator[tuple[CountingPair, LateCopies, LateCopies]]:
+) -> AsyncIterator[tuple[CountingPair, HeldCopies, HeldCopies]]:
     """Two workers whose blocks are hidden, and what copies for each."""
-    source, sink = LateCopies(), LateCopies()
+    source, sink = HeldCopies(), HeldCopies()
     async with counting_pair(
         prefill={"copies": source} | (prefill or {}), decode={"copies": sink} | (decode or {}), **options
     ) as pair:
@@ -70,7 +70,7 @@ async def test_a_worker_with_a_device_and_one_without_hand_off_to_each_other(
     is_source_hidden: bool, is_sink_hidden: bool
 ) -> None:
     def settings(is_hidden: bool) -> dict[str, Any]:
-        return {"copies": LateCopies()} if is_hidden else {}
+        return {"copies": HeldCopies()} if is_hidden else {}
 
     async with counting_pair(prefill=settings(is_source_hidden), decode=settings(is_sink_hidden)) as pair:
         _, streams = await pair.generate(PROMPT, n=3)
@@ -183,8 +183,8 @@ async def test_a_model_gives_the_tokens_of_one_engine_hot_and_cold(
     expected = await answers(tiny_model_dir)
     async with real_pair(
         tiny_model_dir,
-        prefill={"block_size": prefill_block, "max_num_batched_tokens": chunk, "copies": LateCopies()},
-        decode={"block_size": decode_block, "copies": LateCopies(), "transfer_staging_bytes": 128 << 10},
+        prefill={"block_size": prefill_block, "max_num_batched_tokens": chunk, "copies": HeldCopies()},
+        decode={"block_size": decode_block, "copies": HeldCopies(), "transfer_staging_bytes": 128 << 10},
     ) as pair:
         await check(pair, expected)
         await pair.assert_at_rest()
@@ -194,7 +194,7 @@ async def test_a_model_gives_the_tokens_of_one_engine_hot_and_cold(
 
 async def test_a_model_gives_the_same_tokens_after_streams_were_ended_in_the_middle(tiny_model_dir: Path) -> None:
     expected = await answers(tiny_model_dir)
-    source, sink = LateCopies(), LateCopies()
+    source, sink = HeldCopies(), HeldCopies()
     async with real_pair(
         tiny_model_dir,
         prefill={"copies": source, "enable_prefix_caching": False, "transfer_staging_bytes": ONE_SLOT},
@@ -217,11 +217,11 @@ async def test_a_model_gives_the_same_tokens_after_streams_were_ended_in_the_mid
 @asynccontextmanager
 async def sharing_pair(
     folder: Path, *, prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, **options: Any
-) -> AsyncIterator[tuple[CountingPair, LateCopies, FileSharing]]:
+) -> AsyncIterator[tuple[CountingPair, HeldCopies, FileSharing]]:
     """Two workers that map each other's caches; what copies for decode, and what maps there."""
-    sink, sharing = LateCopies(), FileSharing(folder / "decode")
+    sink, sharing = HeldCopies(), FileSharing(folder / "decode")
     async with counting_pair(
-        prefill={"copies": LateCopies(), "sharing": FileSharing(folder / "prefill")} | (prefill or {}),
+        prefill={"copies": HeldCopies(), "sharing": FileSharing(folder / "prefill")} | (prefill or {}),
         decode={"copies": sink, "sharing": sharing} | (decode or {}),
         **options,
     ) as pair:
@@ -304,7 +304,7 @@ async def test_a_model_gives_the_tokens_of_one_engine_over_nixl(tiny_model_dir: 
     expected = await answers(tiny_model_dir)
     nixl = {"transfer_memory": "nixl"}
     async with real_pair(
-        tiny_model_dir, prefill=nixl | {"copies": LateCopies()}, decode=nixl | {"copies": LateCopies()}
+        tiny_model_dir, prefill=nixl | {"copies": HeldCopies()}, decode=nixl | {"copies": HeldCopies()}
     ) as pair:
         await check(pair, expected)
         await check(pair, expected)
@@ -319,8 +319,8 @@ async def test_a_model_gives_the_tokens_of_one_engine_out_of_mapped_memory(
     expected = await answers(tiny_model_dir, kernel_cache_dir=None)
     async with real_pair(
         tiny_model_dir,
-        prefill={"copies": LateCopies(), "sharing": FileSharing(tmp_path / "prefill")},
-        decode={"copies": LateCopies(), "sharing": FileSharing(tmp_path / "decode")},
+        prefill={"copies": HeldCopies(), "sharing": FileSharing(tmp_path / "prefill")},
+        decode={"copies": HeldCopies(), "sharing": FileSharing(tmp_path / "decode")},
         listen=f"unix://{tmp_path / 'kv.sock'}",
     ) as pair:
         await check(pair, expected)

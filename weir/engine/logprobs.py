@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.staging import HostCopy, to_device
+from kernels.host_copy import HostCopy, to_device
 from kernels.top_tokens import top_tokens
 from weir.core.request import TokenLogprobs
 

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from kernels.cpu.plan import Plan
+from kernels.host_copy import HostCopy, to_device
 from kernels.sample import Draw, Drawn
 from kernels.sample import sample as draw_tokens
-from kernels.staging import HostCopy, to_device
 from weir.core.request import SamplingParams, TokenLogprobs
 from weir.engine.logprobs import measure_logprobs, read_logprobs
 
