@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 from collections.abc import Iterator
@@ -80,12 +81,26 @@ def test_a_peer_that_was_mapped_twice_stays_until_both_are_forgotten() -> None:
         first, second = ours.map(theirs.export()), ours.map(theirs.export())
         over(first.read(0, sink.block_bytes(0)))
         del first
+        gc.collect()
         over(second.read(SIZE, sink.block_bytes(1)))
         assert torch.equal(sink.block_bytes(1), source.block_bytes(1))
         del second
+        gc.collect()
         third = ours.map(theirs.export())
         over(third.read(2 * SIZE, sink.block_bytes(2)))
         assert torch.equal(sink.block_bytes(2), source.block_bytes(2))
+
+
+@needs_nixl
+def test_once_closed_it_maps_nothing_and_does_not_hang() -> None:
+    with sharing(seed=1) as (cache, theirs):
+        ours = NixlSharing(cache)
+        memory = ours.map(theirs.export())
+        ours.close()
+        with pytest.raises(UnavailableError, match="closed"):
+            ours.map(theirs.export())
+        del memory
+        gc.collect()
 
 
 @needs_nixl

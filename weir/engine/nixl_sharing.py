@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, TypeVar
 
 import torch
@@ -61,8 +61,8 @@ class NixlMemory:
         address, device, memory_type: of its cache, as the peer names them.
     """
 
-    def __init__(self, thread: NixlThread, agent: str, fields: dict[str, Any]) -> None:
-        self.agent = agent
+    def __init__(self, thread: NixlThread, fields: dict[str, Any]) -> None:
+        self.agent = ""
         self.address, self.device = int(fields["address"]), int(fields["device"])
         self.memory_type = str(fields["memory_type"])
         self.size_bytes = int(fields["size_bytes"])
@@ -115,11 +115,11 @@ class NixlSharing:
         try:
             fields: dict[str, Any] = json.loads(handle)
             metadata = bytes.fromhex(fields["agent"])
-            agent = self._thread.call(lambda: self._add(metadata))
-            memory = NixlMemory(self._thread, agent, fields)
+            memory = NixlMemory(self._thread, fields)
+            memory.agent = self._thread.call(lambda: self._add(metadata))
         except Exception as exc:
             raise UnavailableError(f"the handle of a peer's KV memory: {exc!r}") from exc
-        weakref.finalize(memory, self._thread.put, lambda: self._remove(agent)).atexit = False
+        weakref.finalize(memory, self._forget, memory.agent).atexit = False
         return memory
 
     def close(self) -> None:
@@ -131,6 +131,10 @@ class NixlSharing:
         name: str = self._agent.add_remote_agent(metadata).decode()
         self._num_mapped[name] = self._num_mapped.get(name, 0) + 1
         return name
+
+    def _forget(self, name: str) -> None:
+        with contextlib.suppress(UnavailableError):  # closed
+            self._thread.put(lambda: self._remove(name))
 
     def _remove(self, name: str) -> None:
         """A peer that was mapped again meanwhile, after its connection broke, stays."""
@@ -147,12 +151,17 @@ class NixlThread:
         self._agent = agent
         self._jobs: SimpleQueue[_Read | Callable[[], object] | None] = SimpleQueue()
         self._under_way: list[_Transfer] = []
+        self._is_closed = False
+        self._closing = Lock()
         self._thread = Thread(target=self._run, name="nixl", daemon=True)
         self._thread.start()
 
     def put(self, job: _Read | Callable[[], object]) -> None:
-        """Do it soon; never blocks."""
-        self._jobs.put(job)
+        """Do it soon; never blocks. Raises UnavailableError once closed."""
+        with self._closing:
+            if self._is_closed:
+                raise UnavailableError("NIXL is closed")
+            self._jobs.put(job)
 
     def call(self, function: Callable[[], T]) -> T:
         """What `function` returns or raises in the thread; blocks."""
@@ -169,22 +178,28 @@ class NixlThread:
 
     def close(self) -> None:
         """End the thread; nobody waits for a read any more."""
-        self._jobs.put(None)
+        with self._closing:
+            self._is_closed = True
+            self._jobs.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        while True:
-            reads: dict[NixlMemory, list[_Read]] = {}
-            for job in self._take():
-                if job is None:
-                    return
-                if isinstance(job, _Read):
-                    reads.setdefault(job.memory, []).append(job)
-                else:
-                    self._do(job)
-            for memory, batch in reads.items():
-                self._post(memory, batch)
-            self._under_way = [transfer for transfer in self._under_way if not self._has_ended(transfer)]
+        while self._take_turn():  # which keeps no peer's memory alive in between
+            pass
+
+    def _take_turn(self) -> bool:
+        reads: dict[NixlMemory, list[_Read]] = {}
+        for job in self._take():
+            if job is None:
+                return False
+            if isinstance(job, _Read):
+                reads.setdefault(job.memory, []).append(job)
+            else:
+                self._do(job)
+        for memory, batch in reads.items():
+            self._post(memory, batch)
+        self._under_way = [transfer for transfer in self._under_way if not self._has_ended(transfer)]
+        return True
 
     def _take(self) -> list[_Read | Callable[[], object] | None]:
         """All that is to do; waits for it, but only for a moment while there are transfers to ask after."""
