@@ -6,8 +6,8 @@ kept tokens the one is chosen whose score / temperature + noise is highest, of e
 chosen as often as its share of the weight says, and which one depends on the row's scores and its `Draw` alone. The
 noise is that of `noise.py`. A temperature of 0, and any below `LEAST_TEMPERATURE`, takes the best score.
 
-The torch form computes in float64; the CPU's has float32 weights and float64 sums of score and noise, the GPU's is
-float32: either may differ from the torch form by a token where two are closer than its rounding.
+The torch form computes in float64; the CPU's has float32 weights and float64 sums, of weights and of score and noise,
+the GPU's is float32: either may differ from the torch form by a token where two are closer than its rounding.
 Source: Holtzman et al. 2020, The Curious Case of Neural Text Degeneration, for top-p; Maddison et al. 2014,
 A* sampling.
 """

@@ -126,18 +126,20 @@ class Selection {
   double raise_to_share(double share) {
     constexpr int NUM_FLOORS = 6;
     Vec floors[NUM_FLOORS];
-    double total = 0, above[NUM_FLOORS] = {};
+    double above[NUM_FLOORS] = {};
+    DoubleVec totals = DoubleVec{};  // a share of one half is decided by the least of weights, where two are the best
     for (int i = 0; i < NUM_FLOORS; i++) floors[i] = splat(static_cast<float>(best_ - 2 * (i + 1) * temperature_));
     for (int group = 0; group < groups_.count; group++) {
-      Vec sum = Vec{}, sums[NUM_FLOORS] = {};
+      Vec sums[NUM_FLOORS] = {};
       UNROLL for (int i = 0; i < NOISE_GROUP; i += LANES) {
         const Vec score = load(groups_[group] + i), weight = weigh(score);
-        sum += weight;
+        totals += __builtin_convertvector(weight, DoubleVec);
         UNROLL for (int j = 0; j < NUM_FLOORS; j++) sums[j] += select(score >= floors[j], weight, Vec{});
       }
-      total += sum_lanes(sum);
       for (int j = 0; j < NUM_FLOORS; j++) above[j] += sum_lanes(sums[j]);
     }
+    double total = 0;
+    for (int lane = 0; lane < LANES; lane++) total += totals[lane];
     // Tokens below the mean of what may be left out make up less than that.
     raise(static_cast<float>(best_ + temperature_ * (log((1 - share) * total / groups_.num_tokens) - 1e-3)));
     for (int i = 0; i < NUM_FLOORS; i++) {

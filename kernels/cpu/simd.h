@@ -30,6 +30,7 @@ constexpr int LANES = 4;
 
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t IntVec __attribute__((vector_size(4 * LANES)));
+typedef double DoubleVec __attribute__((vector_size(8 * LANES)));
 typedef float LooseVec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 INLINE Vec load(const float* from) { return *reinterpret_cast<const LooseVec*>(from); }

@@ -167,6 +167,16 @@ def test_choices_may_share_a_row(plan: Plan | None) -> None:
     assert len({item.token_id for item in sample(logits, batch, plan)}) > 1
 
 
+def test_half_the_weight_is_more_than_one_of_two_best_tokens(plan: Plan | None) -> None:
+    logits = torch.full((1, VOCAB_SIZE), -5.0)
+    logits[0, [7, 19]] = 3.0
+    logits[0, 3] = 2.75  # of weight 1.4e-11: with it the two best are each a little less than half
+    batch = [make_row(SamplingParams(seed=seed, temperature=0.01, top_p=0.5)) for seed in range(64)]
+    chosen = [item.token_id for item in sample(logits, batch, plan)]
+    assert chosen == [reference_token(logits[0].numpy(), row) for row in batch]
+    assert set(chosen) == {7, 19}
+
+
 @pytest.mark.parametrize("temperature", [1e-300, 5e-324, 1e-6])
 def test_smallest_temperatures_are_greedy(plan: Plan | None, temperature: float) -> None:
     logits = torch.tensor([[1.0, 3.0, -1000.0, 2.999]])
