@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,6 +127,21 @@ def test_a_run_directory_is_private_and_old_ones_go(tmp_path: Path) -> None:
     assert len(left) == NUM_KEPT + 1
     assert left[0] == "2000-03"
     run.remove_sockets()
+
+
+def test_the_directory_of_a_run_that_goes_on_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "strftime", lambda _: "20000101-000000-")
+        running = RunDirectory.create(tmp_path)
+    (running.path / "redis.sock").touch()
+    for _ in range(NUM_KEPT + 3):
+        RunDirectory.create(tmp_path).remove_sockets()
+    assert (running.path / "redis.sock").exists()
+    running.remove_sockets()
+    for _ in range(2):
+        RunDirectory.create(tmp_path).remove_sockets()
+    assert not running.path.exists()
+    assert len(list((tmp_path / "run").iterdir())) == NUM_KEPT + 1
 
 
 def test_sockets_move_where_their_path_fits(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,6 +107,33 @@ async def test_a_killed_process_is_restarted_and_ready_again(tmp_path: Path) -> 
         await changes.until(lambda: changes.seen.count(("worker", ProcessState.READY)) == 2)
         assert process.pid != first_pid
         assert (changes.seen[2][1], changes.seen[3][1]) == (ProcessState.WAITING, ProcessState.STARTING)
+
+
+async def test_one_that_the_system_has_no_room_for_now_is_started_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, num_refused = asyncio.create_subprocess_exec, 0
+
+    async def start_later(*argv: str, **options: object) -> asyncio.subprocess.Process:
+        nonlocal num_refused
+        num_refused += 1
+        if num_refused == 1:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return await start(*argv, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_later)
+    changes = Changes()
+    async with Supervisor(changes) as supervisor:
+        process = supervisor.start(_spec(tmp_path, WAITS))
+        await process.was_ready.wait()
+        await process.stop(20)
+    assert (changes.seen[1][1], changes.seen[2][1]) == (ProcessState.WAITING, ProcessState.STARTING)
+
+
+async def test_one_that_cannot_be_started_is_given_up_in_one_line(tmp_path: Path) -> None:
+    spec = replace(_spec(tmp_path, WAITS), argv=["/no/such/program"])
+    with pytest.raises(UnavailableError, match=r"^worker could not be started \(No such file or directory\) 3 times"):
+        await _run_until_it_fails(spec, Changes())
 
 
 async def test_a_process_that_ignores_the_drain_is_killed(tmp_path: Path) -> None:

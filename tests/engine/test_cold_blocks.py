@@ -176,6 +176,10 @@ def test_tiers_that_cannot_be_had_are_refused_by_name(tmp_path: Path) -> None:
         ({"host_kv_cache_bytes": needed - 1}, "host_kv_cache_bytes"),
         ({"host_kv_cache_bytes": 1 << 60}, "host_kv_cache_bytes"),
         (
+            {"host_kv_cache_bytes": needed, "disk_kv_cache_bytes": 5, "disk_kv_cache_dir": tmp_path},
+            "disk_kv_cache_bytes",
+        ),
+        (
             {"host_kv_cache_bytes": needed, "disk_kv_cache_bytes": 1 << 60, "disk_kv_cache_dir": tmp_path},
             "disk_kv_cache_bytes",
         ),

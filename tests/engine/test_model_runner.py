@@ -103,6 +103,24 @@ def test_settings_that_cannot_be_met_are_refused_by_name(
         ModelRunner(EngineConfig(model_dir=tiny_model_dir, **options))
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"num_blocks": 2**31 - 1}, "num_blocks gives a KV pool of 2147483647 blocks, .* bytes; .* are free"),
+        ({"kv_cache_memory_bytes": 2**50}, "kv_cache_memory_bytes gives a KV pool of .* blocks, .*; .* are free"),
+        (
+            {"num_blocks": 512, "max_num_batched_tokens": 2**36},
+            "max_num_batched_tokens is 68719476736; a step of so many",
+        ),
+    ],
+)
+def test_more_memory_than_the_host_has_is_refused_by_name(
+    tiny_model_dir: Path, options: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        ModelRunner(EngineConfig(model_dir=tiny_model_dir, device="cpu", **options))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_a_device_that_is_not_there_is_refused_by_name(tiny_model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="device is 'cuda'"):

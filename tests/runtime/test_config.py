@@ -22,6 +22,7 @@ class Settings:
     model_dir: Path = setting(help="where the model is")
     max_num_seqs: int = setting(64, help="most sequences", minimum=1, maximum=1024)
     memory_bytes: int | None = setting(None, help="KV memory", minimum=1)
+    wait_s: float = setting(1.0, help="how long", minimum=0)
     share: float = setting(0.9, help="of the memory", minimum=0, maximum=1)
     is_fast: bool = setting(True, help="hurry")
     hosts: tuple[str, ...] = setting((), help="where")
@@ -59,6 +60,7 @@ def test_config_flag_wins_over_config_variable(tmp_path: Path) -> None:
         (["--memory-bytes", "512MiB"], "memory_bytes", 512 * 2**20),
         (["--memory-bytes", "1.5 GB"], "memory_bytes", 1_500_000_000),
         (["--memory-bytes", "7"], "memory_bytes", 7),
+        (["--memory-bytes", "1TiB"], "memory_bytes", 2**40),
         (["--memory-bytes", "none"], "memory_bytes", None),
         (["--is-fast"], "is_fast", True),
         (["--is-fast=off"], "is_fast", False),
@@ -93,7 +95,9 @@ def test_file_gives_native_values(tmp_path: Path) -> None:
         (["--share", "nan"], ["share", "finite number"]),
         (["--share", "inf"], ["share", "finite number"]),
         (["--share", "much"], ["share", "'much'", "number"]),
-        (["--memory-bytes", "3 parsecs"], ["memory_bytes", "bytes"]),
+        (["--memory-bytes", "3 parsecs"], ["memory_bytes", "bytes", "KiB to TiB"]),
+        (["--memory-bytes", "9" * 30], ["memory_bytes", "maximum of 1125899906842624"]),
+        (["--wait-s", "1e300"], ["wait_s", "'1e300'", "maximum of 31622400"]),
         (["--is-fast=maybe"], ["is_fast", "true or false"]),
         (["--policy", "panic"], ["policy", "degrade, refuse"]),
         (["--device", "tpu"], ["device", "auto, cpu"]),

@@ -105,16 +105,21 @@ class SupervisedProcess:
         try:
             while True:
                 started_s = self._clock()
-                exit_code = await self._run_once()
+                exit_code: int | None = None
+                try:
+                    exit_code = await self._run_once()
+                    ending = _ending(exit_code)
+                except OSError as exc:  # no process, or no log: there may be room for one later
+                    ending = f"could not be started ({exc.strerror})"
                 if self._stop_requested.is_set():
                     return
                 if self._clock() - started_s > STEADY_S:
                     num_failures = 0
                 num_failures += 1
                 if not self.was_ready.is_set():
-                    self._give_up_on(exit_code, num_failures)
+                    self._give_up_on(exit_code, ending, num_failures)
                 backoff_s = min(FIRST_BACKOFF_S * 2 ** (num_failures - 1), MAX_BACKOFF_S)
-                self._change(ProcessState.WAITING, f"{_ending(exit_code)}; starts again in {backoff_s:g} s")
+                self._change(ProcessState.WAITING, f"{ending}; starts again in {backoff_s:g} s")
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(backoff_s):
                         await self._stop_requested.wait()
@@ -170,13 +175,13 @@ class SupervisedProcess:
                 await process.wait()
             self._process = None
 
-    def _give_up_on(self, exit_code: int, num_failures: int) -> None:
+    def _give_up_on(self, exit_code: int | None, ending: str, num_failures: int) -> None:
         if exit_code == EXIT_REFUSED:
             raise ConfigError(log_tail(self.spec.log_path, 1) or f"{self.spec.name} refused to start")
         if num_failures >= MAX_FAILED_STARTS:
             lines = log_tail(self.spec.log_path, LOG_TAIL_LINES).splitlines()
             shown = "\n".join(f"{self.spec.name} | {line}" for line in lines)
-            raise UnavailableError(f"{self.spec.name} {_ending(exit_code)} {num_failures} times\n{shown}")
+            raise UnavailableError(f"{self.spec.name} {ending} {num_failures} times\n{shown}")
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.returncode is None:

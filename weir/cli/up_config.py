@@ -38,7 +38,7 @@ class UpConfig:
         maximum=1.0,
     )
     num_threads: int | None = setting(
-        None, help="compute threads of each worker; none: all cores for a pair, fewer for more", minimum=1
+        None, help="compute threads of each worker; none: all cores for a pair, fewer for more", minimum=1, maximum=1024
     )
     prefill_nice: int = setting(10, help="niceness of prefill workers: decode goes first", minimum=0, maximum=19)
     decode_compute_share: float = setting(

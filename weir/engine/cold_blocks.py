@@ -316,6 +316,11 @@ def open_cold_blocks(config: EngineConfig, cache: PagedKvCache) -> ColdBlocks | 
         raise ConfigError(
             f"host_kv_cache_bytes is {config.host_kv_cache_bytes}; {free} bytes are free", param="host_kv_cache_bytes"
         )
+    if 0 < config.disk_kv_cache_bytes < block_bytes:
+        raise ConfigError(
+            f"disk_kv_cache_bytes is {config.disk_kv_cache_bytes}; one block takes {block_bytes}",
+            param="disk_kv_cache_bytes",
+        )
     return ColdBlocks(
         cache,
         BlockCopies(cache.tensor.device),

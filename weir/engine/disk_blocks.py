@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import tempfile
 import weakref
 from collections import OrderedDict
@@ -70,7 +71,8 @@ class DiskBlocks:
             _allocate(file.fileno(), num_slots * block_bytes)
         except OSError as exc:
             raise ConfigError(
-                f"disk_kv_cache_bytes: {directory} has no room for {num_slots * block_bytes} bytes: {exc.strerror}",
+                f"disk_kv_cache_bytes: {directory} has no room for {num_slots} blocks, "
+                f"{num_slots * block_bytes} bytes: {exc.strerror}; {shutil.disk_usage(directory).free} are free",
                 param="disk_kv_cache_bytes",
             ) from exc
         self._free = list(reversed(range(num_slots)))

@@ -128,7 +128,14 @@ class ModelRunner:
         if library is not None:
             self.plan = Plan(library, max_tokens=config.token_budget(), max_logits=config.token_budget())
             self._model(PlannedBatch(self.plan), self.cache)
-            self.plan.prepare(self.cache.tensor, config.num_threads or torch.get_num_threads())
+            try:
+                self.plan.prepare(self.cache.tensor, config.num_threads or torch.get_num_threads())
+            except OSError as exc:
+                raise ConfigError(
+                    f"max_num_batched_tokens is {config.token_budget()}; a step of so many does not fit this machine's "
+                    f"memory: {exc.strerror}",
+                    param="max_num_batched_tokens",
+                ) from exc
         logger.info(
             "model loaded",
             extra={
@@ -207,6 +214,11 @@ class ModelRunner:
             raise ConfigError(
                 f"{name} gives a KV pool of {num_blocks} blocks of {config.block_size} tokens; one sequence of "
                 f"max_model_len {self.max_model_len} needs {needed} ({needed * block_bytes} bytes)",
+                param=name,
+            )
+        if self._device.type == "cpu" and num_blocks * block_bytes > (free := free_memory()):
+            raise ConfigError(
+                f"{name} gives a KV pool of {num_blocks} blocks, {num_blocks * block_bytes} bytes; {free} are free",
                 param=name,
             )
         return num_blocks

@@ -31,7 +31,13 @@ MASK = "********"
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
-_BYTE_UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_BYTE_UNITS = {
+    "": 1,
+    **{"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40},
+    **{"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12},
+}
+_LONGEST_S = 366 * 86400
+_MOST_BYTES = 2**50
 
 
 def setting(
@@ -75,7 +81,8 @@ def load_config(
     """Build `cls` from flags (default: this process' own), environment and file, then call its `validate()` if any.
 
     Fields may be str, int, float, bool, Path, an Enum, tuple[str, ...], or one of these or None. A tuple is written
-    with commas, None as `none`; an int field whose name ends in `_bytes` takes units (`512MiB`). An empty variable
+    with commas, None as `none`; an int field whose name ends in `_bytes` takes units (`512MiB`). What is in
+    seconds (`_s`) is at most a year, what is in bytes at most 2^50, if nothing else is said. An empty variable
     counts as not set.
 
     Raises:
@@ -89,7 +96,7 @@ def load_config(
     from_file = _read_file(Path(config_path), fields) if config_path else {}
     values: dict[str, Any] = {}
     for field in fields.values():
-        raw, source = _find(field, flags, environ, from_file)
+        raw, source = _find(field, flags, environ, from_file, config_path)
         if raw is not None:
             values[field.name] = field.convert(raw, source)
         elif field.is_required:
@@ -156,9 +163,9 @@ class _Field:
             allowed = ", ".join(str(choice) for choice in self.choices)
             raise self._error(raw, f"is not one of {allowed}", source)
         if self.minimum is not None and value < self.minimum:
-            raise self._error(raw, f"is below the minimum of {self.minimum:g}", source)
+            raise self._error(raw, f"is below the minimum of {_plain(self.minimum)}", source)
         if self.maximum is not None and value > self.maximum:
-            raise self._error(raw, f"is above the maximum of {self.maximum:g}", source)
+            raise self._error(raw, f"is above the maximum of {_plain(self.maximum)}", source)
         return value
 
     def _parse(self, raw: object) -> Any:
@@ -205,13 +212,25 @@ def _fields_of(cls: type[Any]) -> dict[str, _Field]:
             default=None if is_required else field.default,
             help=field.metadata.get("help", ""),
             minimum=field.metadata.get("minimum"),
-            maximum=field.metadata.get("maximum"),
+            maximum=_maximum_of(field),
             choices=tuple(choices) if choices is not None else None,
             is_secret=bool(field.metadata.get("secret")),
             is_positional=bool(field.metadata.get("is_positional")),
             variable=field.metadata.get("variable") or ENV_PREFIX + field.name.upper(),
         )
     return found
+
+
+def _maximum_of(field: dataclasses.Field[Any]) -> float | None:
+    """Its own, or what nothing in seconds or bytes needs and every clock and system call takes."""
+    by_unit = _LONGEST_S if field.name.endswith("_s") else _MOST_BYTES if field.name.endswith("_bytes") else None
+    maximum: float | None = field.metadata.get("maximum")
+    return by_unit if maximum is None else maximum
+
+
+def _plain(limit: float) -> str:
+    """Without an exponent, and without a fraction of nothing."""
+    return str(int(limit)) if limit == int(limit) else str(limit)
 
 
 def _unwrap(hint: Any) -> tuple[Any, bool]:
@@ -224,7 +243,11 @@ def _unwrap(hint: Any) -> tuple[Any, bool]:
 
 
 def _find(
-    field: _Field, flags: Mapping[str, str], environ: Mapping[str, str], from_file: Mapping[str, object]
+    field: _Field,
+    flags: Mapping[str, str],
+    environ: Mapping[str, str],
+    from_file: Mapping[str, object],
+    config_path: str | None,
 ) -> tuple[object, str]:
     """The value as given, None if nowhere, and the name of its source."""
     if field.name in flags:
@@ -244,7 +267,7 @@ def _find(
         return text, file_variable
     if field.name in from_file:
         raw = from_file[field.name]
-        return (_NONE if raw is None else raw), "the configuration file"
+        return (_NONE if raw is None else raw), f"the configuration file {config_path}"
     return None, ""
 
 
@@ -334,7 +357,7 @@ def _parse_int(raw: object, text: str | None, *, has_units: bool) -> int:
             if match is not None and match[2] in _BYTE_UNITS:
                 size = float(match[1]) * _BYTE_UNITS[match[2]]
                 return int(match[1]) if match[2] == "" and match[1].lstrip("-").isdigit() else int(size)
-            raise ValueError("a whole number of bytes, such as 1048576 or 512MiB")
+            raise ValueError("a whole number of bytes, such as 1048576 or 512MiB; units are KiB to TiB and kB to TB")
         if re.fullmatch(r"[+-]?\d+", text):
             return int(text)
     raise ValueError("a whole number")

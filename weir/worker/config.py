@@ -54,7 +54,9 @@ class WorkerConfig:
         help="where the model runs: cpu, cuda (the emptiest GPU with room), cuda:N, or auto: cuda, or cpu without one",
     )
     block_size: int = setting(16, help="tokens in a KV block", minimum=1, maximum=4096)
-    num_blocks: int | None = setting(None, help="KV blocks in the pool; wins over the memory settings", minimum=1)
+    num_blocks: int | None = setting(
+        None, help="KV blocks in the pool; wins over the memory settings", minimum=1, maximum=2**31 - 1
+    )
     kv_cache_memory_bytes: int | None = setting(
         None,
         help="memory of the KV pool; none: on a CPU 320 MiB or one longest sequence, else gpu_memory_utilization",
@@ -77,11 +79,12 @@ class WorkerConfig:
         False, help="tokens of a sequence do not depend on its batch, at the cost of speed on a GPU"
     )
     cuda_graphs: bool = setting(True, help="on a GPU, record decode steps at the start and replay them")
-    max_num_seqs: int = setting(64, help="most sequences in one step", minimum=1)
+    max_num_seqs: int = setting(64, help="most sequences in one step", minimum=1, maximum=65536)
     max_num_batched_tokens: int | None = setting(
         None,
         help="most tokens in one step, the size of a prefill chunk; none takes 256 on a CPU, 8192 on a GPU",
         minimum=1,
+        maximum=2**20,
     )
     max_model_len: int | None = setting(None, help="longest sequence; none takes the model's own", minimum=1)
     enable_prefix_caching: bool = setting(True, help="keep finished blocks and reuse them")
@@ -90,7 +93,9 @@ class WorkerConfig:
         help="weights: none as dtype, auto with the checkpoint's bits, int8, or int4, on a CPU only where it has four",
         choices=QUANTIZATIONS,
     )
-    num_threads: int | None = setting(None, help="compute threads; none leaves the number to torch", minimum=1)
+    num_threads: int | None = setting(
+        None, help="compute threads; none leaves the number to torch", minimum=1, maximum=1024
+    )
     compute_share: float = setting(
         1.0,
         help="share of the time for steps while KV for sequences here is computed elsewhere; "
