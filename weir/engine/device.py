@@ -42,7 +42,9 @@ class Device:
         if not names:
             if config.device == "auto":
                 return cls(CPU)
-            raise ConfigError(f"device is {config.device!r}; torch sees no CUDA device", param="device")
+            raise ConfigError(
+                f"device is {config.device!r}; torch sees no CUDA device: auto and cpu are possible", param="device"
+            )
         share = config.gpu_memory_utilization
         ledger = DeviceLedger(config.device_claim_dir.expanduser())
         if ":" in config.device:
