@@ -53,7 +53,8 @@ LEFT_OUT = """\
   sm_90 and a group has to be a power of two; a program loads its queries once for a whole context. New keys and values
   are read from the paged cache like all others, so that float8 ones are what later steps see.
 - Caches of int8 on a GPU have no kernel: they go through the plain forms, which wait for the device. `fp8` is for GPUs.
-- Experts of a mixture are not quantised, and `batch_invariant` is refused with quantised weights.
+- Experts of a mixture are not quantised, and on a GPU `batch_invariant` is refused with quantised weights.
+- `lora_matmul` and `rejection_sample` are called by nothing yet: no adapter is loaded, and nothing drafts.
 """
 
 

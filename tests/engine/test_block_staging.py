@@ -12,7 +12,7 @@ import torch
 from tests.fakes.hidden_cache import HeldCopies, hide_from_host
 from tests.fakes.worker_pair import until, within
 from weir.core.kv_layout import KvLayout
-from weir.engine.block_access import BlockAccess, HostBlocks
+from weir.engine.block_access import BlockAccess, InPlaceBlocks
 from weir.engine.block_copies import BlockCopies
 from weir.engine.block_staging import NUM_THREADS, StagedBlocks, StagedRead
 from weir.engine.paged_kv_cache import PagedKvCache
@@ -162,7 +162,7 @@ async def test_tokens_of_another_block_size_are_written_as_into_host_memory(
     source = bytearray(torch.arange(layout.token_bytes * source_block_size).to(torch.uint8).numpy().tobytes())
     table = (7, 2, 9, 0)
     async with StagedBlocks(hidden, BlockCopies(torch.device("cpu")), size_bytes=1, on_failure=print) as staged:
-        accesses: list[BlockAccess] = [HostBlocks(cache), staged]
+        accesses: list[BlockAccess] = [InPlaceBlocks(cache), staged]
         for access in accesses:
             first_token = source_block_size  # the second block there, but for its first token if it has more
             num_tokens = source_block_size - (source_block_size > 1)

@@ -45,6 +45,13 @@ def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused(tmp_path: Path) -> No
         Device.choose(config(tmp_path, "cuda:3"), lambda: ["GPU-1"])
 
 
+def test_a_ledger_that_cannot_be_kept_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"device_claim_dir: no claim can be written in .*file") as caught:
+        Device.choose(config(tmp_path / "file", "auto"), lambda: ["GPU-1"])
+    assert caught.value.param == "device_claim_dir"
+
+
 def reading(*, free: int, reserved: int, peak: int) -> MemoryReading:
     return MemoryReading(total=80 * GIB, free=free * GIB, reserved=reserved * GIB, peak_reserved=peak * GIB)
 

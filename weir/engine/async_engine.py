@@ -22,7 +22,7 @@ from weir.core.errors import ConflictError, RequestCancelledError, UnavailableEr
 from weir.core.kv_layout import KvLayout, LayoutFingerprint
 from weir.core.model_card import ModelCard
 from weir.core.request import FirstToken, RequestId, SequenceRequest
-from weir.engine.block_access import BlockAccess, HostBlocks
+from weir.engine.block_access import BlockAccess, InPlaceBlocks
 from weir.engine.block_copies import BlockCopies
 from weir.engine.block_staging import StagedBlocks
 from weir.engine.claim import Denial, Grant, ImportTarget
@@ -237,7 +237,7 @@ class AsyncEngine:
         if cache.is_in_host_memory:
             if way != "none":
                 logger.warning("transfer_memory: %r is for KV on a GPU; here frames carry it", way)
-            self.blocks = HostBlocks(cache)
+            self.blocks = InPlaceBlocks(cache)
             return
         device, size_bytes = cache.tensor.device, self._config.transfer_staging_bytes
         staged = StagedBlocks(cache, self._make_copies(device), size_bytes=size_bytes, on_failure=self._thread.fail)

@@ -1,6 +1,6 @@
 """How others on the loop read and write the blocks of an engine: a piece of bytes at a time, and nobody waits.
 
-`HostBlocks` is this for a cache that is host memory already; `weir.engine.block_staging` for one that is not.
+`InPlaceBlocks` is this for a cache that is host memory already; `weir.engine.block_staging` for one that is not.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class HostPiece:
         """See BlockWrite."""
 
 
-class HostBlocks:
+class InPlaceBlocks:
     """A cache in host memory: nothing is copied."""
 
     def __init__(self, cache: PagedKvCache) -> None:

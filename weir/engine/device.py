@@ -45,6 +45,16 @@ class Device:
             raise ConfigError(
                 f"device is {config.device!r}; torch sees no CUDA device: auto and cpu are possible", param="device"
             )
+        try:
+            return cls._claim(config, names)
+        except OSError as exc:
+            raise ConfigError(
+                f"device_claim_dir: no claim can be written in {config.device_claim_dir}: {exc.strerror}",
+                param="device_claim_dir",
+            ) from exc
+
+    @classmethod
+    def _claim(cls, config: EngineConfig, names: Sequence[str]) -> Device:
         share = config.gpu_memory_utilization
         ledger = DeviceLedger(config.device_claim_dir.expanduser())
         if ":" in config.device:

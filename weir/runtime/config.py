@@ -17,6 +17,7 @@ import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -273,7 +274,7 @@ def _find(
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
+        raise ConfigError(f"{message}; see {self.prog} --help. What other processes take is set by WEIR_ variables")
 
 
 def _parse_flags(
@@ -336,7 +337,11 @@ def _read_file(path: Path, fields: Mapping[str, _Field]) -> dict[str, object]:
     named = {str(name).replace("-", "_"): value for name, value in content.items()}
     unknown = sorted(named.keys() - fields.keys())
     if unknown:
-        raise ConfigError(f"config: {path} sets {', '.join(unknown)}, which does not exist here", param=unknown[0])
+        raise ConfigError(
+            f"config: {path} sets {', '.join(unknown)}, which does not exist here; what another process takes is "
+            f"set in its own file, or by a variable such as {ENV_PREFIX}{unknown[0].upper()}",
+            param=unknown[0],
+        )
     return named
 
 
@@ -353,12 +358,11 @@ def _parse_int(raw: object, text: str | None, *, has_units: bool) -> int:
         return raw
     if text is not None:
         if has_units:
-            match = re.fullmatch(r"(-?\d+(?:\.\d+)?)\s*([a-z]*)", text.lower())
+            match = re.fullmatch(r"(-?[0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([a-z]*)", text.lower())
             if match is not None and match[2] in _BYTE_UNITS:
-                size = float(match[1]) * _BYTE_UNITS[match[2]]
-                return int(match[1]) if match[2] == "" and match[1].lstrip("-").isdigit() else int(size)
+                return int(Fraction(match[1]) * _BYTE_UNITS[match[2]])
             raise ValueError("a whole number of bytes, such as 1048576 or 512MiB; units are KiB to TiB and kB to TB")
-        if re.fullmatch(r"[+-]?\d+", text):
+        if re.fullmatch(r"[+-]?[0-9]{1,40}", text):
             return int(text)
     raise ValueError("a whole number")
 
