@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -224,10 +225,10 @@ class SlowSource(FakeSource):
         super().close()
 
 
-class SlowWrite:
-    """A piece that is copied to its block a while after it was placed."""
+class LateWrite:
+    """A piece that is copied to its block after it was placed, when its sink does that."""
 
-    def __init__(self, sink: SlowSink, slab: memoryview) -> None:
+    def __init__(self, sink: LateSink, slab: memoryview) -> None:
         self.memory = memoryview(bytearray(slab.nbytes))
         self._sink = sink
         self._slab = slab
@@ -239,24 +240,29 @@ class SlowWrite:
             self._sink.num_open -= 1
             on_placed()
 
-        asyncio.get_running_loop().call_later(self._sink.delay_s(), write)
+        self._sink.defer(write)
 
     def discard(self) -> None:
         self._sink.num_open -= 1
+        self._sink.num_discarded += 1
 
 
 @dataclass
-class SlowSink(FakeSink):
-    """Blocks of a decode worker on a device; `delay_s` is drawn for every piece."""
+class LateSink(FakeSink):
+    """Blocks of a decode worker on a device: everything is placed after it came."""
 
-    delay_s: Callable[[], float] = lambda: 0.001
     num_open: int = 0
+    num_discarded: int = 0
+
+    def defer(self, write: Callable[[], None]) -> None:
+        """Do it later."""
+        raise NotImplementedError
 
     def target(  # type: ignore[override]
         self, block_index: int, slab_offset: int, size_bytes: int
-    ) -> SlowWrite | None:
+    ) -> LateWrite | None:
         piece = super().target(block_index, slab_offset, size_bytes)
-        return None if piece is None else SlowWrite(self, piece.memory)
+        return None if piece is None else LateWrite(self, piece.memory)
 
     def pull(
         self,
@@ -267,13 +273,7 @@ class SlowSink(FakeSink):
         memory_offset: int,
         on_pulled: Callable[[bool], None],
     ) -> None:
-        self.num_open += 1
-
-        def copy() -> None:
-            self.num_open -= 1
-            super(SlowSink, self).pull(block_index, slab_offset, size_bytes, memory, memory_offset, on_pulled)
-
-        asyncio.get_running_loop().call_later(self.delay_s(), copy)
+        self._open(partial(super().pull, block_index, slab_offset, size_bytes, memory, memory_offset, on_pulled))
 
     def absorb(
         self,
@@ -283,12 +283,24 @@ class SlowSink(FakeSink):
         source_block_size: int,
         on_absorbed: Callable[[], None],
     ) -> None:
-        self.num_open += 1
+        self._open(partial(super().absorb, first_token, num_tokens, payload, source_block_size, on_absorbed))
 
-        def write() -> None:
+    def _open(self, write: Callable[[], None]) -> None:
+        def close() -> None:
             self.num_open -= 1
-            super(SlowSink, self).absorb(first_token, num_tokens, payload, source_block_size, on_absorbed)
+            write()
 
+        self.num_open += 1
+        self.defer(close)
+
+
+@dataclass
+class SlowSink(LateSink):
+    """`delay_s` is drawn for every piece."""
+
+    delay_s: Callable[[], float] = lambda: 0.001
+
+    def defer(self, write: Callable[[], None]) -> None:
         asyncio.get_running_loop().call_later(self.delay_s(), write)
 
     def freeze(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.blocks import PeerMemory
 from kv_transfer.handoff_sink import MAX_NACKS, HandoffSink
 from kv_transfer.handoff_source import HandoffSource
 from kv_transfer.handshake import Peer
@@ -19,7 +19,7 @@ from kv_transfer.transfer_state import Seal, SinkState
 from protos.common_pb2 import ErrorDetail
 from protos.kv_transfer_pb2 import Blocks, Frame
 from protos.kv_transfer_pb2 import Seal as SealFrame
-from tests.fakes.kv_blocks import FakeSink, FakeSource, tokens_of
+from tests.fakes.kv_blocks import FakeSink, FakeSource, LateSink, tokens_of
 from tests.kv_transfer.identities import FIRST_TOKEN, LAYOUT, make_key, with_block_size
 from weir.core.deadline import Deadline
 from weir.core.errors import HandoffError, HandoffLostError, TransferProtocolError, WrongIncarnationError
@@ -54,61 +54,14 @@ class FakeLink:
         return [frame.WhichOneof("body") for frame in self.sent]
 
 
-class PendingWrite:
-    """A piece that is in its block when the test says so."""
-
-    def __init__(self, sink: PendingSink, slab: memoryview) -> None:
-        self.memory = memoryview(bytearray(slab.nbytes))
-        self._sink = sink
-        self._slab = slab
-
-    def place(self, on_placed: Callable[[], None]) -> None:
-        def write() -> None:
-            self._slab[:] = self.memory
-            on_placed()
-
-        self._sink.writes.append(write)
-
-    def discard(self) -> None:
-        self._sink.num_discarded += 1
-
-
-class PendingSink(FakeSink):
+@dataclass
+class PendingSink(LateSink):
     """Keeps everything that it should place."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.writes: list[Callable[[], None]] = []
-        self.num_discarded = 0
+    writes: list[Callable[[], None]] = field(default_factory=list)
 
-    def target(  # type: ignore[override]
-        self, block_index: int, slab_offset: int, size_bytes: int
-    ) -> PendingWrite | None:
-        piece = super().target(block_index, slab_offset, size_bytes)
-        return None if piece is None else PendingWrite(self, piece.memory)
-
-    def absorb(
-        self,
-        first_token: int,
-        num_tokens: int,
-        payload: memoryview,
-        source_block_size: int,
-        on_absorbed: Callable[[], None],
-    ) -> None:
-        self.writes.append(partial(super().absorb, first_token, num_tokens, payload, source_block_size, on_absorbed))
-
-    def pull(
-        self,
-        block_index: int,
-        slab_offset: int,
-        size_bytes: int,
-        memory: PeerMemory,
-        memory_offset: int,
-        on_pulled: Callable[[bool], None],
-    ) -> None:
-        self.writes.append(
-            partial(super().pull, block_index, slab_offset, size_bytes, memory, memory_offset, on_pulled)
-        )
+    def defer(self, write: Callable[[], None]) -> None:
+        self.writes.append(write)
 
 
 class Bench:
